@@ -1,0 +1,1 @@
+"""Conversion between Falcon checkpoints and the checkpoints of related models."""
