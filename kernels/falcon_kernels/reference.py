@@ -36,8 +36,8 @@ def step(
     q, k, v, gain, ridge = (None if t is None else torch.where(_like(token, t), t, 0) for t in (q, k, v, gain, ridge))
 
     x, valid = (state.previous_key, token & state.previous_valid) if rule.shifted else (k, token)
-    pair_x, pair_v = x, v
-    window_x, window_v, window_valid = x[:, None], v[:, None], valid[:, None]
+    pair_x, pair_v = torch.where(_like(valid, x), x, 0), torch.where(_like(valid, v), v, 0)
+    window_x, window_v, window_valid = pair_x[:, None], pair_v[:, None], valid[:, None]
     if rule.window > 1:
         window_x = torch.cat([state.tail_x, window_x], 1)
         window_v = torch.cat([state.tail_v, window_v], 1)
