@@ -88,10 +88,9 @@ class FalconFastWeightCacheLayer(LinearAttentionLayer, CacheLayerMixin):
     def prefetch(self) -> None:
         self._each(lambda tensor: tensor.to(self.device, non_blocking=True))
 
-    def activate_past_recording(self) -> None:
-        self.crop(-1)
-
     def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove == 0:
+            return
         raise RuntimeError(
             f"crop is asked to remove {abs(tokens_to_remove)} tokens, but a fast-weight memory cannot forget single "
             "tokens; keep a copy of the cache from before them (copy.deepcopy) instead."
@@ -133,6 +132,13 @@ def fit_cache(cache: Cache, config: PreTrainedConfig) -> Cache:
     return cache
 
 
+def layer_state(cache: Cache, index: int, config: PreTrainedConfig) -> FalconFastWeightCacheLayer:
+    """The place of layer `index` in `cache`, which is made where the cache is new."""
+    if index >= len(cache.layers) or not isinstance(cache.layers[index], FalconFastWeightCacheLayer):
+        fit_cache(cache, config)
+    return cache.layers[index]
+
+
 def cache_nbytes(cache: Cache) -> int:
     """Bytes of all that `cache` holds."""
     total = 0
@@ -144,4 +150,11 @@ def cache_nbytes(cache: Cache) -> int:
     return total
 
 
-__all__ = ["CACHE_NAME", "FalconFastWeightCacheLayer", "cache_nbytes", "falcon_cache", "fit_cache"]
+__all__ = [
+    "CACHE_NAME",
+    "FalconFastWeightCacheLayer",
+    "cache_nbytes",
+    "falcon_cache",
+    "fit_cache",
+    "layer_state",
+]

@@ -23,10 +23,10 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from .cache_falcon_fast_weight import CACHE_NAME, falcon_cache, fit_cache
+from .cache_falcon_fast_weight import CACHE_NAME, falcon_cache, fit_cache, layer_state
 from .configuration_falcon_fast_weight import FalconFastWeightConfig
 
 SHORTEST_MEMORY, LONGEST_MEMORY = 8, 1024
@@ -97,10 +97,14 @@ class FalconFastWeightAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, key_channels, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, key_channels, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, value_channels, bias=False)
-        self.gain_proj = nn.Linear(
-            config.hidden_size, value_channels if self.rule.per_channel else self.num_heads
-        )
-        self.ridge_proj = None if self.rule.ridge == "none" else nn.Linear(config.hidden_size, self.num_heads)
+        # Biases stand apart from their projections, so that they are added in fp32 whatever the model's dtype.
+        gains = value_channels if self.rule.per_channel else self.num_heads
+        self.gain_proj = nn.Linear(config.hidden_size, gains, bias=False)
+        self.gain_bias = nn.Parameter(torch.empty(gains))
+        self.ridge_proj, self.ridge_bias = None, None
+        if self.rule.ridge != "none":
+            self.ridge_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
+            self.ridge_bias = nn.Parameter(torch.empty(self.num_heads))
         self.g_proj = (
             nn.Linear(config.hidden_size, value_channels, bias=False) if config.output_gate else None
         )
@@ -113,9 +117,9 @@ class FalconFastWeightAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Sets gains to the middle of their range and spreads the memory lengths of the heads."""
-        init.zeros_(self.gain_proj.bias)
-        if self.ridge_proj is not None:
-            init.copy_(self.ridge_proj.bias, initial_ridge_bias(self.config))
+        init.zeros_(self.gain_bias)
+        if self.ridge_bias is not None:
+            init.copy_(self.ridge_bias, initial_ridge_bias(self.config))
 
     def forward(
         self,
@@ -147,7 +151,7 @@ class FalconFastWeightAttention(nn.Module):
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         gain, ridge = self._gain(hidden_states), self._ridge(hidden_states)
 
-        slot = None if cache is None else fit_cache(cache, self.config).layers[self.layer_idx]
+        slot = None if cache is None else layer_state(cache, self.layer_idx, self.config)
         if slot is not None and not slot.is_initialized:
             slot.lazy_initialization(*self._empty(q.shape[0], v))
         q, k, v, window = self._convolve(q, k, v, slot, rows, age)
@@ -199,14 +203,15 @@ class FalconFastWeightAttention(nn.Module):
     def _gain(self, hidden_states: Tensor) -> Tensor:
         """[B, T, H] or [B, T, H, V] gain in [0, 2], or step size in [0, step_size_max], at least in fp32."""
         largest = 2.0 if self.rule.step_size == "gain" else self.config.step_size_max
-        gain = largest * torch.sigmoid(_wide(self.gain_proj(hidden_states)))
+        gain = largest * torch.sigmoid(_wide(self.gain_proj(hidden_states)) + _wide(self.gain_bias))
         return gain.unflatten(-1, (self.num_heads, self.value_dim)) if self.rule.per_channel else gain
 
     def _ridge(self, hidden_states: Tensor) -> Tensor | None:
         """[B, T, H] ridge in [0, ridge_scale], at least in fp32."""
         if self.ridge_proj is None:
             return None
-        return self.config.ridge_scale * torch.sigmoid(_wide(self.ridge_proj(hidden_states)))
+        logits = _wide(self.ridge_proj(hidden_states)) + _wide(self.ridge_bias)
+        return self.config.ridge_scale * torch.sigmoid(logits)
 
     def _features(self, x: Tensor) -> Tensor:
         x = _normalize(x, self.config.qk_norm, self.config.rms_norm_eps)
@@ -439,7 +444,6 @@ class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @merge_with_config_defaults
     @capture_outputs
     def forward(
         self,
@@ -459,7 +463,7 @@ class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
             attention_mask: [B, T], or [B, past + T] with a cache: 0 where there is no token. Padding may stand anywhere.
             position_ids: [B, T], for full_attention layers. Where they restart from 0 in training, documents are packed.
             cache: state to go on from, updated in place; `past_key_values` is another name for it.
-            use_cache: whether to return a cache.
+            use_cache: whether to return a cache; by default config.use_cache outside training.
             cu_seq_lens_q: [N + 1] bounds of documents packed into one row.
         """
         cache = _one_cache(cache, past_key_values)
@@ -468,6 +472,13 @@ class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         length = inputs_embeds.shape[1]
+        checkpointing = self.gradient_checkpointing and self.training
+        if cache is not None and checkpointing and (torch.is_grad_enabled() or CACHE_NAME != "cache"):
+            raise ValueError(
+                "cache is given, but gradient checkpointing is on; call model.eval() or turn it off."
+            )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
 
         cu_seqlens = _document_bounds(
             kwargs.get("cu_seq_lens_q"), position_ids, attention_mask, cache, inputs_embeds
@@ -476,7 +487,7 @@ class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
             use_cache = False
             if position_ids is None:
                 position_ids = _index_in_document(cu_seqlens, length)[None]
-        if use_cache and cache is None:
+        if use_cache and cache is None and not checkpointing:
             cache = falcon_cache(self.config)
         if cache is not None:
             fit_cache(cache, self.config)
@@ -623,7 +634,7 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            **{CACHE_NAME: outputs[CACHE_NAME] if CACHE_NAME in outputs else None},
+            **{CACHE_NAME: outputs.get(CACHE_NAME)},
         )
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
