@@ -1,4 +1,4 @@
-"""Falcon fast-weight language models for transformers. Importing this registers them with the Auto classes."""
+"""Falcon fast-weight language models for transformers, registered with its Auto classes on import."""
 
 from transformers import (
     AutoConfig,

@@ -1,4 +1,4 @@
-"""The state of a Falcon layer inside transformers' own Cache: of constant size, whatever the length of the sequence."""
+"""The state of Falcon layers inside transformers' own Cache, of one size at any length of the sequence."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -92,8 +92,8 @@ class FalconFastWeightCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         if tokens_to_remove == 0:
             return
         raise RuntimeError(
-            f"crop is asked to remove {abs(tokens_to_remove)} tokens, but a fast-weight memory cannot forget single "
-            "tokens; keep a copy of the cache from before them (copy.deepcopy) instead."
+            f"crop is asked to remove {abs(tokens_to_remove)} tokens, but a fast-weight memory cannot forget "
+            "single tokens; keep a copy of the cache from before them (copy.deepcopy) instead."
         )
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -109,7 +109,7 @@ def falcon_cache(config: PreTrainedConfig) -> Cache:
 
 
 def fit_cache(cache: Cache, config: PreTrainedConfig) -> Cache:
-    """Gives each fast-weight layer of `config` its place in `cache`, which must not hold another model's state.
+    """Gives each fast-weight layer of `config` its place in `cache`, which must hold no other model's state.
 
     Raises:
         ValueError: if a layer of the cache is in use for another kind of layer.
@@ -125,8 +125,8 @@ def fit_cache(cache: Cache, config: PreTrainedConfig) -> Cache:
                 getattr(layer, "has_previous_state", {}).values()
             ):
                 raise ValueError(
-                    f"cache holds the state of a {type(layer).__name__} at layer {index}; it must be a new cache or one "
-                    f"that a model of type {config.model_type} returned."
+                    f"cache holds the state of a {type(layer).__name__} at layer {index}; it must be a new "
+                    f"cache or one that a model of type {config.model_type} returned."
                 )
             cache.layers[index] = FalconFastWeightCacheLayer()
     return cache

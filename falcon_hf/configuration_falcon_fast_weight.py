@@ -28,6 +28,9 @@ TRANSFORMERS_NAMES = {
     ),
 }
 
+# Names that reach a config on its way from the Hub.
+LOADING_NAMES = ("trust_remote_code", "code_revision", "token", "revision", "cache_dir", "local_files_only")
+
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8},
     "30m": {"vocab_size": 50257, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6},
@@ -45,8 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 class FalconFastWeightConfig(PreTrainedConfig):
     r"""Configuration of a Falcon fast-weight language model.
 
-    The defaults are those of the paper at 130 million parameters. Options that contradict one another, and names that
-    do not exist, are refused with a ValueError.
+    The defaults are those of the paper at 130 million parameters. Options that contradict one another, and
+    names that do not exist, are refused with a ValueError.
 
     Args:
         vocab_size, hidden_size, intermediate_size, num_hidden_layers: sizes of the model.
@@ -59,24 +62,24 @@ class FalconFastWeightConfig(PreTrainedConfig):
         timing: `read_after_write` or `read_before_write`.
         qk_norm: norm of queries and keys, without weight: `rms`, `l2` or `none`.
         value_norm: the same for values.
-        feature_map: map of queries and keys after their norm: `identity`, `relu`, `elu_plus_one` or `softplus`.
-        step_size: `gain` (a dimensionless gain in [0, 2] divided by the energy of the keys) or `direct` (the step size
-            itself, in [0, step_size_max]).
-        step_size_max: largest direct step size; by default 2 for `l2` keys and 2 / head_dim for `rms` keys without
-            feature map. Elsewhere it must be given.
-        ridge: `scale_coupled` (the ridge is multiplied by the energy of the keys), `direct`, or `none` (no decay).
+        feature_map: map of queries and keys after their norm: `identity`, `relu`, `elu_plus_one`, `softplus`.
+        step_size: `gain` (a gain in [0, 2], without dimension, over the energy of the keys) or `direct` (the
+            step size itself, in [0, step_size_max]).
+        step_size_max: largest direct step size; by default 2 for `l2` keys and 2 / head_dim for `rms` keys
+            without feature map. Elsewhere it must be given.
+        ridge: `scale_coupled` (ridge times the energy of the keys), `direct`, or `none` (no decay).
         ridge_scale: largest ridge.
-        detach_energy: no gradient through the energy inside a scale-coupled ridge; by default on for sliding rules.
+        detach_energy: no gradient through the energy in a scale-coupled ridge; by default for sliding rules.
         smoothness: energy of `falcon_3`: `exact`, `bound` or `trace`; exact for windows up to 8 by default.
-        normalized_read: divides each read by the sum of its weights; inner-product rules with a positive map only.
+        normalized_read: divides each read by the sum of its weights; for inner-product rules, positive maps.
         read_scale: factor of each read.
         epsilon: added to the denominator of the step size.
         decay_floor: smallest decay of the memory at one token.
         conv_size: tokens that the short causal convolutions on q, k and v see; 0 for none.
         output_gate: whether a SiLU gate multiplies the output of the heads.
-        layer_types: `linear_attention` (fast weights) or `full_attention` for each layer; all fast weights by default.
-        num_key_value_heads, rope_parameters, attention_bias, max_position_embeddings: of the full_attention layers.
-        hidden_act, rms_norm_eps, initializer_range, tie_word_embeddings, use_cache and the token ids: as everywhere.
+        layer_types: `linear_attention` (fast weights, the default) or `full_attention` for each layer.
+        num_key_value_heads, rope_parameters, attention_bias, max_position_embeddings: full_attention's.
+        hidden_act, rms_norm_eps, initializer_range, tie_word_embeddings, use_cache, token ids: as usual.
     """
 
     model_type = "falcon_fast_weight"
@@ -144,8 +147,8 @@ class FalconFastWeightConfig(PreTrainedConfig):
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
-                    f"head_dim is not given and hidden_size {self.hidden_size} is no multiple of num_attention_heads "
-                    f"{self.num_attention_heads}; give head_dim."
+                    f"head_dim is not given and hidden_size {self.hidden_size} is no multiple of "
+                    f"num_attention_heads {self.num_attention_heads}; give head_dim."
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.value_head_dim is None:
@@ -218,8 +221,8 @@ class FalconFastWeightConfig(PreTrainedConfig):
             )
         if self.normalized_read and self.feature_map not in POSITIVE_FEATURE_MAPS:
             raise ValueError(
-                f"normalized_read is True, but feature_map is {self.feature_map!r}, which has negative values; it needs "
-                f"one of {', '.join(POSITIVE_FEATURE_MAPS)}."
+                f"normalized_read is True, but feature_map is {self.feature_map!r}, which can be negative; "
+                f"it needs one of {', '.join(POSITIVE_FEATURE_MAPS)}."
             )
         if self.step_size == "gain" and self.step_size_max is not None:
             raise ValueError(
@@ -228,8 +231,8 @@ class FalconFastWeightConfig(PreTrainedConfig):
         if self.step_size == "direct":
             if self.step_size_max is None:
                 raise ValueError(
-                    f"step_size_max is not given; step_size 'direct' has a default only for qk_norm 'rms' or 'l2' with "
-                    f"feature_map 'identity', not for {self.qk_norm!r} with {self.feature_map!r}."
+                    f"step_size_max is not given; step_size 'direct' has a default only for qk_norm 'rms' or "
+                    f"'l2' with feature_map 'identity', not for {self.qk_norm!r} with {self.feature_map!r}."
                 )
             self._check("step_size_max", self.step_size_max > 0, "above 0")
 
@@ -237,26 +240,30 @@ class FalconFastWeightConfig(PreTrainedConfig):
         if not good:
             raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {allowed}.")
 
-    def _refuse_unknown(self, names) -> None:
-        known = {field.name for field in fields(self)}
+    @classmethod
+    def _refuse_unknown(cls, names) -> None:
+        known = {field.name for field in fields(cls)}
         for name in names:
             if name not in TRANSFORMERS_NAMES and not name.startswith("_"):
                 close = get_close_matches(name, known, 1)
                 hint = f"did you mean {close[0]}?" if close else f"the fields are {', '.join(sorted(known))}."
-                raise ValueError(f"{name} is no field of {type(self).__name__}; {hint}")
+                raise ValueError(f"{name} is no field of {cls.__name__}; {hint}")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """As in transformers, with overrides checked together with the rest."""
-        ours = {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)}
+        """As in transformers, with overrides checked together with the rest and unknown ones refused."""
+        base = {field.name for field in fields(PreTrainedConfig)}
+        ours = {field.name for field in fields(cls)} - base
         overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in ours}
+        if not kwargs.get("return_unused_kwargs"):
+            cls._refuse_unknown(kwargs.keys() - base - {"return_unused_kwargs", *LOADING_NAMES})
         return super().from_dict({**config_dict, **overrides}, **kwargs)
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> Self:
-        """A model of the paper by name, for example `falcon-3a.3-130m`: rule 3A, variant .3, 130 million parameters.
+        """A model of the paper by name: `falcon-3a.3-130m` is rule 3A, variant .3, 130 million parameters.
 
-        Variants are `.1` (l2 keys, gain), `.2` (l2 keys, direct step size) and `.3` (rms keys, direct step size).
+        Variants: `.1` has l2 keys and gains, `.2` l2 keys and direct steps, `.3` rms keys and direct steps.
 
         Args:
             name: `falcon-RULE.VARIANT-SIZE`.

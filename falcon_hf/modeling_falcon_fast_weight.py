@@ -6,6 +6,7 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ SHORTEST_MEMORY, LONGEST_MEMORY = 8, 1024
 
 
 class ShortConvolution(nn.Module):
-    """Causal convolution of each channel with itself, then SiLU. The last weight is that of the token itself."""
+    """Causal convolution of each channel with itself, then SiLU. The last weight is the token's own."""
 
     def __init__(self, channels: int, size: int):
         super().__init__()
@@ -50,7 +51,7 @@ class ShortConvolution(nn.Module):
         Args:
             x: [B, T, C].
             window: [B, size - 1, C], the tokens before x, 0 where there were none.
-            age: [T], for packed documents the index of each token in its own; tokens see their own document alone.
+            age: [T], for packed documents the index of each token in its own, beyond which it sees nothing.
         """
         size, length = self.weight.shape[1], x.shape[1]
         context = torch.cat([window.to(x.dtype), x], 1)
@@ -64,12 +65,12 @@ class ShortConvolution(nn.Module):
 
 
 class FalconFastWeightAttention(nn.Module):
-    """Fast-weight attention as a layer: [B, T, hidden_size] to the same shape, causal, with a state of constant size.
+    """Fast-weight attention as a layer: [B, T, hidden_size] to the same shape, causal, its state of one size.
 
     It needs no other part of the model around it:
 
     ```python
-    config = FalconFastWeightConfig(hidden_size=256, num_attention_heads=4, num_hidden_layers=1, rule="falcon_1")
+    config = FalconFastWeightConfig(hidden_size=256, num_attention_heads=4, rule="falcon_1")
     mixer = FalconFastWeightAttention(config)
     y = mixer(x)  # whole sequences, [B, T, 256]
 
@@ -97,7 +98,7 @@ class FalconFastWeightAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, key_channels, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, key_channels, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, value_channels, bias=False)
-        # Biases stand apart from their projections, so that they are added in fp32 whatever the model's dtype.
+        # Biases apart from their projections, so that they are added in fp32 whatever the model's dtype.
         gains = value_channels if self.rule.per_channel else self.num_heads
         self.gain_proj = nn.Linear(config.hidden_size, gains, bias=False)
         self.gain_bias = nn.Parameter(torch.empty(gains))
@@ -132,8 +133,8 @@ class FalconFastWeightAttention(nn.Module):
 
         Args:
             hidden_states: [B, T, hidden_size].
-            attention_mask: [B, T], 0 or False where there is no token, or the compaction already made from it.
-            cache: a cache from `falcon_cache` or from transformers; read and updated. No gradient passes through it.
+            attention_mask: [B, T], 0 or False where there is no token, or the compaction made from it.
+            cache: from `falcon_cache` or transformers; read and updated. No gradient passes through it.
             cu_seqlens: [N + 1] bounds of documents packed into the B * T places, from 0 to B * T.
         """
         shape = hidden_states.shape
@@ -142,7 +143,7 @@ class FalconFastWeightAttention(nn.Module):
         if cu_seqlens is not None:
             if rows is not None or cache is not None:
                 raise ValueError(
-                    "cu_seqlens is given together with attention_mask or cache; packed documents have neither."
+                    "cu_seqlens is given with attention_mask or cache; packed documents have neither."
                 )
             hidden_states = hidden_states.reshape(1, -1, shape[-1])
             age = _index_in_document(cu_seqlens, hidden_states.shape[1])
@@ -220,7 +221,7 @@ class FalconFastWeightAttention(nn.Module):
     def _convolve(
         self, q: Tensor, k: Tensor, v: Tensor, slot, rows: Compaction | None, age: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k and v after their convolutions, and the window for the next tokens if there is a cache slot."""
+        """q, k and v after their convolutions, and the window for the next tokens where there is a cache."""
         if self.q_conv is None:
             return q, k, v, None
         before = self._empty_window(q.shape[0], v) if slot is None else slot.conv_window
@@ -257,9 +258,10 @@ class FalconFastWeightAttention(nn.Module):
 def initial_ridge_bias(config: FalconFastWeightConfig) -> Tensor:
     """[H] biases under which the heads forget over geometrically spaced lengths when training begins.
 
-    A memory of n tokens forgets the fraction alpha = 1 / n at each token. With a gain of 1 (its middle) and a ridge
-    lambda, alpha = lambda / (E + lambda); with a direct step size eta, alpha = eta lambda. A scale-coupled ridge is
-    lambda / E. Where the ridge cannot grow as far as the shortest memory needs, the lengths start at what it can.
+    A memory of n tokens forgets the fraction alpha = 1 / n at each token. With a gain of 1 (its middle) and a
+    ridge lambda, alpha = lambda / (E + lambda); with a direct step size eta, alpha = eta lambda. A ridge that
+    is scale-coupled is lambda / E. Where a ridge cannot grow enough for the shortest memory, the lengths start
+    at what it can.
     """
     energy = _expected_energy(config)
     unit = energy if config.ridge == "scale_coupled" else 1.0
@@ -308,7 +310,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _last_tokens(tokens: Tensor, count: int, rows: Compaction | None) -> Tensor:
-    """[B, count, C], the last `count` tokens of [B, count + T, C], of which the first `count` are older ones."""
+    """[B, count, C], the last tokens of [B, count + T, C], of which the first `count` are older ones."""
     if rows is None:
         return tokens[:, tokens.shape[1] - count :]
     places = rows.lengths[:, None] + torch.arange(count, device=tokens.device)
@@ -356,15 +358,18 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
     config_class = FalconFastWeightConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["FalconFastWeightDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values", "cache"]
+    _no_split_modules: ClassVar = ["FalconFastWeightDecoderLayer"]
+    _skip_keys_device_placement: ClassVar = ["past_key_values", "cache"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _is_stateful = True
-    _can_record_outputs = {"hidden_states": FalconFastWeightDecoderLayer, "attentions": LlamaAttention}
+    _can_record_outputs: ClassVar = {
+        "hidden_states": FalconFastWeightDecoderLayer,
+        "attentions": LlamaAttention,
+    }
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -387,8 +392,8 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
                 shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
                 needed = "needs" if what == "lacks" else "does not know"
                 raise ValueError(
-                    f"checkpoint {pretrained_model_name_or_path!r} {what} {shown}, which {cls.__name__} with this config "
-                    f"{needed}."
+                    f"checkpoint {str(pretrained_model_name_or_path)!r} {what} {shown}, which "
+                    f"{cls.__name__} with this config {needed}."
                 )
         return (model, info) if output_loading_info else model
 
@@ -460,8 +465,8 @@ class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
 
         Args:
             input_ids: [B, T]; or `inputs_embeds` [B, T, hidden_size].
-            attention_mask: [B, T], or [B, past + T] with a cache: 0 where there is no token. Padding may stand anywhere.
-            position_ids: [B, T], for full_attention layers. Where they restart from 0 in training, documents are packed.
+            attention_mask: [B, T], or [B, past + T] with a cache: 0 where there is no token, anywhere.
+            position_ids: [B, T], for full_attention layers; without mask and cache, each 0 begins a document.
             cache: state to go on from, updated in place; `past_key_values` is another name for it.
             use_cache: whether to return a cache; by default config.use_cache outside training.
             cu_seq_lens_q: [N + 1] bounds of documents packed into one row.
@@ -531,12 +536,12 @@ def _one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | No
 def _masks_by_layer_type(
     config, inputs_embeds, attention_mask, cache, position_ids
 ) -> dict[str, Tensor | None]:
-    """For fast-weight layers the mask of the present tokens [B, T], for attention layers what transformers makes of it."""
+    """[B, T] mask of the present tokens for fast-weight layers, a causal mask for attention layers."""
     length = inputs_embeds.shape[1]
     if attention_mask is not None and (attention_mask.dim() != 2 or attention_mask.shape[1] < length):
         raise ValueError(
-            f"attention_mask has shape {list(attention_mask.shape)}; it must be [B, T], or [B, past + T] with a cache, "
-            f"for T = {length}."
+            f"attention_mask has shape {list(attention_mask.shape)}; it must be [B, T], or "
+            f"[B, past + T] with a cache, for T = {length}."
         )
     masks = {"linear_attention": None if attention_mask is None else attention_mask[:, -length:]}
     if "full_attention" in config.layer_types:
@@ -552,21 +557,20 @@ def _masks_by_layer_type(
 
 
 def _padding(mask: Tensor | None, inputs_embeds: Tensor) -> Compaction | None:
-    """How to close up the padding; None where it is known that there is none. The host reads CPU tensors only."""
+    """How to close up the padding; None where there is known to be none. The host reads CPU tensors only."""
     if mask is None or (mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.all())):
         return None
     return compaction(mask.to(inputs_embeds.device))
 
 
 def _document_bounds(cu_seq_lens, position_ids, attention_mask, cache, inputs_embeds) -> Tensor | None:
-    """[N + 1] bounds of packed documents, from what the data collators of transformers and TRL send; None for none."""
+    """[N + 1] bounds of packed documents, as the collators of transformers and TRL send them, or None."""
     batch, length = inputs_embeds.shape[:2]
     if cu_seq_lens is not None:
         if batch != 1 or attention_mask is not None or cache is not None:
             raise ValueError(
-                f"cu_seq_lens_q is given with batch size {batch}, attention_mask "
-                f"{'None' if attention_mask is None else 'given'} and cache {'None' if cache is None else 'given'}; packed "
-                "documents need batch size 1 and neither of them."
+                f"cu_seq_lens_q is given for batch size {batch}, or with attention_mask or cache; packed "
+                "documents lie in one row without either."
             )
         return cu_seq_lens
     if position_ids is None or attention_mask is not None or cache is not None:
@@ -582,9 +586,9 @@ def _document_bounds(cu_seq_lens, position_ids, attention_mask, cache, inputs_em
 class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMixin):
     """The language model: hidden states and a head that predicts the next token."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan: ClassVar = {"lm_head": "colwise_gather_output"}
+    _pp_plan: ClassVar = {"lm_head": (["hidden_states"], ["logits"])}
 
     def __init__(self, config: FalconFastWeightConfig):
         super().__init__(config)
@@ -610,8 +614,8 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
         """Logits of the next token at each place, and the loss where labels are given.
 
         Args:
-            labels: [B, T], the tokens themselves (they are shifted here), -100 where there is nothing to learn.
-            logits_to_keep: number of last places, or indices [P] or [B, P], or a bool mask [B, T], to compute logits for.
+            labels: [B, T], the tokens themselves (shifted in here), -100 where there is nothing to learn.
+            logits_to_keep: places to compute logits for: the last so many, indices [P] or [B, P], or a mask.
             others: as in `FalconFastWeightModel.forward`.
         """
         outputs = self.model(
@@ -649,7 +653,7 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
     def create_masks_for_generate(
         config, inputs_embeds, attention_mask, cache=None, past_key_values=None, position_ids=None, **kwargs
     ):
-        """The masks of one forward pass by layer type; unlike transformers' own they keep that of a single token."""
+        """The masks of a forward pass by layer type; unlike in transformers, a single token keeps its own."""
         return _masks_by_layer_type(
             config, inputs_embeds, attention_mask, _one_cache(cache, past_key_values), position_ids
         )
