@@ -260,8 +260,8 @@ def initial_ridge_bias(config: FalconFastWeightConfig) -> Tensor:
 
     A memory of n tokens forgets the fraction alpha = 1 / n at each token. With a gain of 1 (its middle) and a
     ridge lambda, alpha = lambda / (E + lambda); with a direct step size eta, alpha = eta lambda. A ridge that
-    is scale-coupled is lambda / E. Where a ridge cannot grow enough for the shortest memory, the lengths start
-    at what it can.
+    is scale-coupled is lambda / E. Where a ridge cannot grow enough for the shortest memory, lengths start at
+    what it can.
     """
     energy = _expected_energy(config)
     unit = energy if config.ridge == "scale_coupled" else 1.0
