@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 import torch
 from falcon_kernels import FalconState
@@ -30,13 +31,13 @@ class FalconFastWeightCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         self.conv_window: Tensor | None = (
             None  # [B, conv_size - 1, channels of q, k and v], the newest tokens
         )
-        self.cumulative_length: Tensor | None = None  # [] int64, places read so far, padding included
+        self.cumulative_length: Any = None  # [] int64, places read so far, padding included
 
-    def lazy_initialization(self, state: FalconState, conv_window: Tensor | None) -> None:
+    def lazy_initialization(self, state: FalconState, conv_window: Tensor | None) -> None:  # type: ignore[override]
         """Takes the state before any token as storage."""
         self.state, self.conv_window = state, conv_window
         self.cumulative_length = torch.zeros((), dtype=torch.int64, device=state.memory.device)
-        self.device, self.dtype = state.memory.device, state.memory.dtype
+        self.device = state.memory.device  # type: ignore[assignment]
         self.is_initialized = True
         if not torch.compiler.is_compiling():
             for tensor in (*state, conv_window, self.cumulative_length):
@@ -136,12 +137,14 @@ def layer_state(cache: Cache, index: int, config: PreTrainedConfig) -> FalconFas
     """The place of layer `index` in `cache`, which is made where the cache is new."""
     if index >= len(cache.layers) or not isinstance(cache.layers[index], FalconFastWeightCacheLayer):
         fit_cache(cache, config)
-    return cache.layers[index]
+    layer: Any = cache.layers[index]
+    return layer
 
 
 def cache_nbytes(cache: Cache) -> int:
     """Bytes of all that `cache` holds."""
     total = 0
+    layer: Any
     for layer in cache.layers:
         if isinstance(layer, FalconFastWeightCacheLayer):
             total += layer.nbytes()

@@ -6,7 +6,7 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -167,9 +167,15 @@ class FalconFastWeightAttention(nn.Module):
         mask = None if rows is None else rows.mask
         needs_grad = torch.is_grad_enabled() and v.requires_grad
         if slot is not None and q.shape[1] == 1 and not needs_grad:
-            inputs = (None if t is None else t[:, 0] for t in (q, k, v, gain, ridge))
             out, state = falcon_step(
-                *inputs, slot.state, rule=self.rule, mask=None if mask is None else mask[:, 0]
+                q[:, 0],
+                k[:, 0],
+                v[:, 0],
+                gain[:, 0],
+                None if ridge is None else ridge[:, 0],
+                slot.state,
+                rule=self.rule,
+                mask=None if mask is None else mask[:, 0],
             )
             out = out[:, None]
         else:
@@ -331,7 +337,7 @@ class FalconFastWeightDecoderLayer(GradientCheckpointingLayer):
         if self.layer_type == "linear_attention":
             self.linear_attn = FalconFastWeightAttention(config, layer_idx)
         else:
-            self.self_attn = LlamaAttention(config, layer_idx)
+            self.self_attn = LlamaAttention(config, layer_idx)  # type: ignore[arg-type]
         self.mlp = LlamaMLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -358,15 +364,15 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
     config_class = FalconFastWeightConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar = ["FalconFastWeightDecoderLayer"]
-    _skip_keys_device_placement: ClassVar = ["past_key_values", "cache"]
+    _no_split_modules = ["FalconFastWeightDecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _is_stateful = True
-    _can_record_outputs: ClassVar = {
+    _can_record_outputs = {  # noqa: RUF012
         "hidden_states": FalconFastWeightDecoderLayer,
         "attentions": LlamaAttention,
     }
@@ -382,9 +388,10 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
 
         Only the head may be new, or be dropped, where the checkpoint is that of a model with another head.
         """
-        model, info = super().from_pretrained(
+        loaded: Any = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )
+        model, info = loaded
         same_head = cls.__name__ in (model.config.architectures or [cls.__name__])
         for names, what in ((info["missing_keys"], "lacks"), (info["unexpected_keys"], "has")):
             wrong = sorted(name for name in names if same_head or not _in_head(name))
@@ -445,7 +452,9 @@ class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
             FalconFastWeightDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config) if "full_attention" in config.layer_types else None
+        self.rotary_emb = None
+        if "full_attention" in config.layer_types:
+            self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -522,7 +531,8 @@ class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
                 **{CACHE_NAME: cache},
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
+        state: dict[str, Any] = {CACHE_NAME: cache}
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **state)
 
 
 def _one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
@@ -586,9 +596,9 @@ def _document_bounds(cu_seq_lens, position_ids, attention_mask, cache, inputs_em
 class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMixin):
     """The language model: hidden states and a head that predicts the next token."""
 
-    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan: ClassVar = {"lm_head": "colwise_gather_output"}
-    _pp_plan: ClassVar = {"lm_head": (["hidden_states"], ["logits"])}
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # noqa: RUF012
 
     def __init__(self, config: FalconFastWeightConfig):
         super().__init__(config)
@@ -645,7 +655,7 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
         given = _one_cache(model_kwargs.pop("cache", None), model_kwargs.pop("past_key_values", None))
         if given is not None:
             model_kwargs[CACHE_NAME] = given
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         if isinstance(model_kwargs.get(CACHE_NAME), Cache):
             fit_cache(model_kwargs[CACHE_NAME], self.config)
 

@@ -132,6 +132,20 @@ def test_generation_from_embeddings_and_in_prefill_chunks(case):
     assert greedy(model, ids, attention_mask=mask, prefill_chunk_size=3).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("case", ["falcon_3", "3a-hybrid", "2-attention-first"])
+@torch.no_grad()
+def test_static_caches_give_the_same_text_and_quantized_ones_are_refused(case):
+    model, ids = tiny_model(**CASES[case]), tokens(2, 7)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    static = greedy(model, ids, attention_mask=mask, cache_implementation="static")
+    assert static.tolist() == greedy(model, ids, attention_mask=mask).tolist()
+    with pytest.raises(ValueError, match="linear_attention"):
+        greedy(model, ids, cache_implementation="quantized")
+    with pytest.raises(ValueError, match="assisted generation is not supported"):
+        greedy(model, ids[:1], prompt_lookup_num_tokens=2)
+
+
 @torch.no_grad()
 def test_the_cache_answers_to_both_of_its_names():
     model, ids = tiny_model(), tokens(1, 6)

@@ -188,7 +188,7 @@ def test_packed_documents_equal_each_document_alone(case, how):
     extra = {"position_ids": positions}
     if how in ("cu_seq_lens_q", "both"):
         extra["cu_seq_lens_q"] = torch.tensor(bounds, dtype=torch.int32)
-    if how == "cu_seq_lens_q" and "layer_types" not in CASES[case]:
+    if how == "cu_seq_lens_q":
         del extra["position_ids"]
     if how == "rows":
         ids, extra = ids.view(2, 6), {"position_ids": positions.view(2, 6)}
@@ -202,8 +202,19 @@ def test_packed_documents_equal_each_document_alone(case, how):
     assert_same_gradients(packed_gradients, gradients(model))
 
 
-def test_packing_with_a_mask_or_a_cache_is_refused():
+@torch.no_grad()
+def test_a_row_may_begin_inside_a_document():
+    model, ids = tiny_model(), tokens(2, 6)
+    positions = torch.tensor([[3, 4, 0, 1, 2, 3], [4, 5, 6, 7, 0, 1]])
+    packed = model(ids, position_ids=positions).logits
+    for row, start, end in ((0, 0, 2), (0, 2, 6), (1, 0, 4), (1, 4, 6)):
+        alone = model(ids[row : row + 1, start:end]).logits[0]
+        torch.testing.assert_close(packed[row, start:end], alone, **EXACT)
+
+
+def test_packing_leaves_no_cache_and_refuses_a_mask_or_a_cache():
     model, ids, bounds = tiny_model(), tokens(1, 6), torch.tensor([0, 2, 6])
+    assert cache_of(model(ids, cu_seq_lens_q=bounds)) is None
     for extra in ({"attention_mask": torch.ones_like(ids)}, {"cache": falcon_cache(model.config)}):
         with pytest.raises(
             ValueError, match="cu_seq_lens_q is given for batch size 1, or with attention_mask or cache"
@@ -251,6 +262,20 @@ def test_heads_begin_with_memories_of_many_lengths(options, alone, monkeypatch):
     wanted = shortest * (LONGEST_MEMORY / shortest) ** steps
     # Measured 0.6 to 1.1: the mean over tokens of a decay that varies lies above the decay of the mean.
     assert ((lengths / wanted > 0.5) & (lengths / wanted < 1.3)).all(), lengths / wanted
+
+
+def test_a_model_made_without_memory_is_initialized_later():
+    with torch.device("meta"):
+        model = FalconFastWeightForCausalLM(tiny_config())
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(float("nan"))
+    model.init_weights()
+    mixer, alone = model.model.layers[1].linear_attn, FalconFastWeightAttention(tiny_config())
+    assert torch.equal(mixer.ridge_bias, alone.ridge_bias)
+    assert torch.equal(mixer.gain_bias, torch.zeros(2))
+    assert model(tokens(1, 4)).logits.isfinite().all()
 
 
 def test_initialization_does_not_touch_loaded_weights(tmp_path):
@@ -305,6 +330,18 @@ def test_the_mixer_works_without_a_model(case):
     torch.testing.assert_close(packed[0, :4], mixer(x[:1, :4])[0], **EXACT)
     torch.testing.assert_close(packed[0, 4:], mixer(x[:1, 4:])[0], **EXACT)
     torch.testing.assert_close(packed[1], y[1], **EXACT)
+
+
+@torch.no_grad()
+def test_reads_are_scaled_before_their_norm():
+    def output(**options):
+        torch.manual_seed(0)
+        return FalconFastWeightAttention(tiny_config(qk_norm="none", **options)).double()(x)
+
+    x = torch.randn(2, 7, 24, dtype=torch.float64)
+    plain = output(rms_norm_eps=0.01)
+    torch.testing.assert_close(output(read_scale=2.0, rms_norm_eps=0.04), plain, **EXACT)
+    assert not torch.allclose(output(read_scale=2.0, rms_norm_eps=0.01), plain, rtol=0.01)
 
 
 @torch.no_grad()
