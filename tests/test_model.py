@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
-from falcon_kernels import reference
+from falcon_kernels import falcon_attention, reference
 from tiny_models import CASES, HYBRID, RULES, cache_of, tiny_config, tiny_model, tokens
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -249,6 +250,7 @@ def test_heads_begin_with_memories_of_many_lengths(options, alone, monkeypatch):
         return eta, log_decay
 
     monkeypatch.setattr(reference, "step_and_log_decay", recorded)
+    monkeypatch.setattr(modeling, "falcon_attention", partial(falcon_attention, impl="reference"))
     torch.manual_seed(0)
     config = tiny_config(hidden_size=256, num_attention_heads=8, head_dim=64, num_hidden_layers=1, **options)
     mixer = (
@@ -293,8 +295,6 @@ def test_initialization_does_not_touch_loaded_weights(tmp_path):
 
 @pytest.mark.parametrize("rule", ["falcon_1", "falcon_2a"])
 def test_step_sizes_stay_fp32_under_autocast_and_in_bfloat16(rule, monkeypatch):
-    import falcon_hf.modeling_falcon_fast_weight as modeling
-
     seen = []
     original = modeling.falcon_attention
 
