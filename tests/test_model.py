@@ -12,6 +12,7 @@ from falcon_kernels import falcon_attention, reference
 from tiny_models import CASES, HYBRID, RULES, cache_of, tiny_config, tiny_model, tokens
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+import falcon_hf.modeling_falcon_fast_weight as modeling
 from falcon_hf import (
     FalconFastWeightAttention,
     FalconFastWeightForCausalLM,
