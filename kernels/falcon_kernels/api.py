@@ -6,12 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import reference
+from . import chunked, reference
 from .rule import Rule
 from .state import FalconState
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, FalconState]]] = {
     "reference": reference.attention,
+    "torch": chunked.attention,
 }
 
 
@@ -73,7 +74,7 @@ def falcon_attention(
     else:
         check_state(initial_state, rule, rows, *k.shape[2:], v.shape[-1])
     if impl is None:
-        impl = "reference"
+        impl = "torch"
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(IMPLEMENTATIONS)}.")
     with torch.autocast(q.device.type, enabled=False):
