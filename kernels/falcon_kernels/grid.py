@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .compaction import Compaction
+from .compaction import Compaction, compaction
 from .state import FalconState
 
 
@@ -21,7 +21,7 @@ class Grid(NamedTuple):
     valid: Tensor  # [R, N, C] bool, where there is a token
     start: Tensor  # [S] place in its row at which each sequence starts
     length: Tensor  # [S] tokens of each sequence
-    compaction: Compaction | None = None
+    compact: Compaction | None = None
     sequence: Tensor | None = None  # [1, N] sequence of each chunk; None where the row is one sequence
     first: Tensor | None = None  # [1, N] bool, whether the chunk is its sequence's first
     place: Tensor | None = None  # [T] place of each packed token
@@ -33,14 +33,14 @@ class Grid(NamedTuple):
         if cu_seqlens is not None:
             return cls._packed(length, chunk, cu_seqlens.to(device).long())
         chunks = -(-length // chunk)
-        compaction = None if mask is None else Compaction.of(mask)
-        real = torch.ones(rows, length, dtype=torch.bool, device=device) if mask is None else compaction.mask
+        compact = None if mask is None else compaction(mask)
+        real = torch.ones(rows, length, dtype=torch.bool, device=device) if compact is None else compact.mask
         return cls(
             chunk=chunk,
             valid=pad(real, (0, chunks * chunk - length)).view(rows, chunks, chunk),
             start=torch.zeros(rows, dtype=torch.long, device=device),
             length=real.sum(1),
-            compaction=compaction,
+            compact=compact,
         )
 
     @classmethod
@@ -69,9 +69,9 @@ class Grid(NamedTuple):
         if self.place is not None:
             laid = tensor.new_zeros(1, chunks * chunk, *tensor.shape[2:]).index_copy(1, self.place, tensor)
         else:
-            compact = tensor if self.compaction is None else self.compaction.gather(tensor)
-            missing = chunks * chunk - compact.shape[1]
-            laid = pad(compact, (0, 0) * (compact.dim() - 2) + (0, missing)) if missing else compact
+            laid = tensor if self.compact is None else self.compact.gather(tensor)
+            missing = chunks * chunk - laid.shape[1]
+            laid = pad(laid, (0, 0) * (laid.dim() - 2) + (0, missing)) if missing else laid
         return laid.reshape(rows, chunks, chunk, *tensor.shape[2:])
 
     def collect(self, laid: Tensor, length: int) -> Tensor:
@@ -80,7 +80,7 @@ class Grid(NamedTuple):
         if self.place is not None:
             return flat[:, self.place]
         flat = flat[:, :length]
-        return flat if self.compaction is None else self.compaction.scatter(flat)
+        return flat if self.compact is None else self.compact.scatter(flat)
 
     def found(self, left: Tensor, initial: Tensor) -> Tensor:
         """What each chunk finds [R, N, ...]: what the one before it left, or what its sequence began with [S, ...]."""
