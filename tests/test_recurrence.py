@@ -3,8 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from cases import INPUTS, VARIANTS, assert_same, assert_same_state, attend, cut, leaves, make_inputs, make_state
-
+from cases import (
+    INPUTS,
+    VARIANTS,
+    assert_same,
+    assert_same_state,
+    attend,
+    cut,
+    leaves,
+    make_inputs,
+    make_state,
+)
 from falcon_kernels import RULES, FalconState, Rule, falcon_step
 from falcon_kernels.schedule import energy
 
@@ -135,7 +144,9 @@ def test_tied_gains(name):
 def compare_gradients(have, want, inputs):
     weights = torch.randn_like(want)
     tensors = list(leaves(inputs).values())
-    for a, b in zip(torch.autograd.grad(have, tensors, weights), torch.autograd.grad(want, tensors, weights), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(have, tensors, weights), torch.autograd.grad(want, tensors, weights), strict=True
+    ):
         assert_same(a, b, 1e-11)
 
 
@@ -299,7 +310,9 @@ def test_smoothness_gradient_where_eigenvalues_meet(smoothness, kind):
     if kind == "opposite":
         x[1::2] *= -1
     x.requires_grad_()
-    E = energy(x, torch.full((1,), float(window), dtype=torch.float64), Rule("falcon_3", smoothness=smoothness))
+    E = energy(
+        x, torch.full((1,), float(window), dtype=torch.float64), Rule("falcon_3", smoothness=smoothness)
+    )
     (grad,) = torch.autograd.grad(E.sum(), x)
     assert grad.isfinite().all()
     assert_same((x * grad).sum(), 2 * E.sum(), 1e-12)

@@ -84,7 +84,9 @@ def _scalar(
     scores = q @ x_t  # [R, N, H, C, E]
 
     if rule.residual:
-        in_window = (torch.arange(grid.chunk)[:, None] + torch.arange(rule.window)).flatten().to(q.device)  # [C W]
+        in_window = (
+            (torch.arange(grid.chunk)[:, None] + torch.arange(rule.window)).flatten().to(q.device)
+        )  # [C W]
         row_weight, row_end = (t.repeat_interleave(rule.window, -1) for t in (weight, (end - u).exp()))
         row_x, row_v = x[..., in_window, :], v[..., in_window, :]
         gram = (x @ x_t)[..., in_window[:, None], in_window]
@@ -96,11 +98,14 @@ def _scalar(
         into_pair = torch.arange(x.shape[-2], device=q.device)[:, None] == in_window  # [E, C W]
         widths = (v.shape[-1], q.shape[-1])
         write_v, write_s = ((into_pair * row_end[..., None, :]) @ z).split(widths, -1)
-        read_v, read_s = ((_repeat(read_decay, rule.window, -1) * scores[..., in_window]) @ z).split(widths, -1)
+        read_v, read_s = ((_repeat(read_decay, rule.window, -1) * scores[..., in_window]) @ z).split(
+            widths, -1
+        )
         read_s = read_u.exp()[..., None] * q - read_s
     else:
         read_mask, end_mask = (
-            _repeat_into_window(decay, weight, rule.window) for decay in (read_decay, (end - u).exp()[..., None, :])
+            _repeat_into_window(decay, weight, rule.window)
+            for decay in (read_decay, (end - u).exp()[..., None, :])
         )  # [.., C, E], [.., 1, E]
         read_v, read_s = (scores * read_mask) @ v, read_u.exp()[..., None] * q
         write_v, write_s = end_mask.transpose(-1, -2) * v, None
@@ -147,7 +152,9 @@ def _per_channel(
         z = torch.stack(solved, 1)
     else:
         z = eta * v
-        found, final = _carry(lambda s, decay, written: decay * s + written, (decay, x_t @ (to_end * z)), memory, grid)
+        found, final = _carry(
+            lambda s, decay, written: decay * s + written, (decay, x_t @ (to_end * z)), memory, grid
+        )
 
     read_u, diagonal = (u_before, -1) if rule.timing == "read_before_write" else (u, 0)
     inside = (q @ x_t).tril(diagonal) @ (from_middle * z)
@@ -289,7 +296,11 @@ def _with_ones(v: Tensor, gain: Tensor, state: FalconState, rule: Rule) -> tuple
     """Values, gains and state with the normalizer as further value channels: its value is 1 throughout (paper, C.1)."""
     if rule.per_channel:
         memory = torch.cat([state.memory, state.normalizer], -1)
-        return torch.cat([v, torch.ones_like(v)], -1), torch.cat([gain, gain], -1), state._replace(memory=memory)
+        return (
+            torch.cat([v, torch.ones_like(v)], -1),
+            torch.cat([gain, gain], -1),
+            state._replace(memory=memory),
+        )
     state = state._replace(memory=torch.cat([state.memory, state.normalizer[..., None]], -1))
     if state.tail_v is not None:
         state = state._replace(tail_v=pad(state.tail_v, (0, 1), value=1))
@@ -300,7 +311,9 @@ def _without_ones(output: Tensor, state: FalconState, rule: Rule) -> tuple[Tenso
     channels = output.shape[-1] // 2 if rule.per_channel else output.shape[-1] - 1
     output = output[..., :channels] / (output[..., channels:] + rule.read_epsilon)
     memory, normalizer = state.memory[..., :channels], state.memory[..., channels:]
-    return output, state._replace(memory=memory, normalizer=normalizer if rule.per_channel else normalizer[..., 0])
+    return output, state._replace(
+        memory=memory, normalizer=normalizer if rule.per_channel else normalizer[..., 0]
+    )
 
 
 def _chunk_length(rule: Rule, length: int) -> int:

@@ -43,7 +43,9 @@ def attention(
     weight = (eta / count[..., None]).transpose(-1, -2)  # [B, H, V or 1, T]
     u = log_decay.transpose(-1, -2).cumsum(-1)
 
-    member = (torch.arange(length)[:, None] + torch.arange(rule.window)).flatten()  # pair of each unknown (s, j)
+    member = (
+        torch.arange(length)[:, None] + torch.arange(rule.window)
+    ).flatten()  # pair of each unknown (s, j)
     step = torch.arange(length).repeat_interleave(rule.window)  # its step s
     u_before = pad(u[..., :-1], (1, 0))
     read_u = u_before if rule.timing == "read_before_write" else u
