@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import INPUTS, make_inputs, make_state
-from falcon_kernels import FalconState, Rule, falcon_attention, falcon_step
+from falcon_kernels import Rule, falcon_attention, falcon_step
 
 
 @pytest.mark.parametrize(
