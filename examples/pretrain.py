@@ -62,7 +62,6 @@ from transformers import (
 )
 from transformers.integrations import is_tensorboard_available
 
-import falcon_hf
 from falcon_hf import FalconFastWeightConfig
 
 END = "<|endoftext|>"
@@ -75,7 +74,13 @@ PIECES = r"'(?:[sdmt]|ll|re|ve)| ?[\p{L}\p{M}]+| ?\p{N}| ?[^\s\p{L}\p{M}\p{N}]+|
 BATCH_BYTES = 4_000_000  # of text, encoded at a time
 XZ_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 3, "lp": 1, "pb": 1}]  # for two-byte symbols
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(
+    help="Pretrain a small language model from text files. The top of this file shows a whole run.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
 
 
 class RecipeError(Exception):
@@ -139,7 +144,8 @@ def train_bpe(texts: list[Path], vocab_size: int) -> PreTrainedTokenizerFast:
         bpe.train_from_iterator(documents, trainer)
     if bpe.get_vocab_size() < vocab_size:
         raise RecipeError(
-            f"The texts are too short for --vocab-size {vocab_size}: they give {bpe.get_vocab_size()} entries."
+            f"--vocab-size is {vocab_size} and the texts are too short for more than {bpe.get_vocab_size()}: "
+            f"give more text or a smaller number."
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -351,7 +357,16 @@ class Architecture(StrEnum):
     transformer = "transformer"
 
 
-class Flavour(StrEnum):
+class Rule(StrEnum):
+    falcon_1 = "falcon_1"
+    falcon_2 = "falcon_2"
+    falcon_3 = "falcon_3"
+    falcon_1a = "falcon_1a"
+    falcon_2a = "falcon_2a"
+    falcon_3a = "falcon_3a"
+
+
+class Variant(StrEnum):
     """The paper's names for how queries and keys are normalized, and what the network emits as step size."""
 
     l2_gain = "1"
@@ -359,27 +374,35 @@ class Flavour(StrEnum):
     rms_direct = "3"
 
 
-FLAVOURS = {
-    Flavour.l2_gain: {"qk_norm": "l2", "step_size": "gain"},
-    Flavour.l2_direct: {"qk_norm": "l2", "step_size": "direct"},
-    Flavour.rms_direct: {"qk_norm": "rms", "step_size": "direct"},
-}
+def build_model(
+    tokenizer: PreTrainedTokenizerFast,
+    architecture: Architecture,
+    rule: Rule,
+    variant: Variant,
+    window: int | None,
+    sequence_length: int,
+    **shape: int,
+):
+    """A freshly initialized model.
 
-
-def build_model(tokenizer, architecture, rule, window, flavour, sequence_length, **shape):
-    """A freshly initialized model. Both architectures share the shape: width, layers, heads, SwiGLU, tied
-    embeddings, no biases; they differ in what mixes the tokens, and by less than 2 % in parameters."""
-    shape |= {
+    Both architectures share the shape: width, layers, heads, SwiGLU, tied embeddings, no biases around them.
+    They differ in what mixes the tokens, and by less than 2 % in parameters.
+    """
+    shared = {
         "vocab_size": len(tokenizer),
         "tie_word_embeddings": True,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-    }
-    if architecture is Architecture.falcon:
-        config = FalconFastWeightConfig(rule=rule, window_size=window, **FLAVOURS[flavour], **shape)
-    else:
-        config = LlamaConfig(max_position_embeddings=sequence_length, **shape)
+    } | shape
+    try:
+        if architecture is Architecture.transformer:
+            config = LlamaConfig(max_position_embeddings=sequence_length, **shared)
+        else:
+            name = f"{rule.replace('_', '-')}.{variant}-tiny"
+            config = FalconFastWeightConfig.from_preset(name, window_size=window, **shared)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
     return AutoModelForCausalLM.from_config(config)
 
 
@@ -578,11 +601,11 @@ def train(
     model: Annotated[
         Architecture, typer.Option(help="Falcon, or a Transformer as its yardstick.")
     ] = "falcon",
-    rule: Annotated[str, typer.Option(help="Falcon's rule, falcon_1 to falcon_3a.")] = "falcon_3a",
-    window: Annotated[int, typer.Option(help="Pairs in the window of the sliding rules.")] = 4,
-    flavour: Annotated[
-        Flavour, typer.Option(help="1: l2 keys, gain; 2: l2, direct; 3: RMS, direct step.")
-    ] = "3",
+    rule: Annotated[Rule, typer.Option(help="Falcon's rule of writing.")] = "falcon_3a",
+    variant: Annotated[Variant, typer.Option(help="1: l2, gain; 2: l2, direct; 3: RMS, direct step.")] = "3",
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Window of falcon_3 and falcon_3a, 4 if not given.")
+    ] = None,
     hidden_size: Annotated[int, typer.Option(min=1)] = 256,
     layers: Annotated[int, typer.Option(min=1)] = 8,
     heads: Annotated[int, typer.Option(min=1)] = 4,
@@ -630,8 +653,8 @@ def train(
         text_tokenizer,
         model,
         rule,
+        variant,
         window,
-        flavour,
         sequence_length,
         hidden_size=hidden_size,
         num_hidden_layers=layers,
@@ -725,7 +748,7 @@ def train(
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}",
-        "versions": {"python": platform.python_version(), "falcon-hf": falcon_hf.__version__}
+        "versions": {"python": platform.python_version()}
         | {module.__name__: module.__version__ for module in (torch, transformers, tokenizers, np)},
         "curve": [
             {key: entry[key] for key in ("step", "tokens", "loss", "bits_per_byte", "learning_rate")}
