@@ -22,7 +22,12 @@ separation, not to the document.
 Needs what `pip install "falcon-hf[train]"` brings, and uses one device.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+import time
+
+STARTED = time.monotonic()  # --minutes counts from here, because the imports below take a part of them
 
 import datetime
 import hashlib
@@ -34,14 +39,12 @@ import shlex
 import shutil
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import psutil
 import tokenizers
 import torch
 import transformers
@@ -290,8 +293,6 @@ def bits_per_byte(model, tokens: np.ndarray, facts: dict, context: int, batch_si
       the text that a Transformer has.
     - bits per byte = sum over all scored tokens of -log2 p(token), divided by the bytes of the documents.
     """
-    if context < 2 or context % 2:
-        raise RecipeError(f"The context is {context}: it has to be even and at least 2.")
     end = facts["end"]
     device = next(model.parameters()).device
     precision = torch.get_float32_matmul_precision()
@@ -499,7 +500,7 @@ class RunCallback(TrainerCallback):
                 file.write(json.dumps({**logs, "step": state.global_step}) + "\n")
 
     def on_step_end(self, args, state, control, **kwargs):
-        if time.time() >= self.deadline:
+        if time.monotonic() >= self.deadline:
             control.should_log = control.should_save = control.should_training_stop = True
 
 
@@ -637,7 +638,7 @@ def train(
     had not been. Each call ends with a saved and evaluated model; its metrics.json says whether the plan
     was finished.
     """
-    deadline = psutil.Process().create_time() + 60 * (minutes - reserve)
+    deadline = STARTED + 60 * (minutes - reserve)
     text_tokenizer = load_tokenizer(tokenizer)
     ids, facts = read_tokens(data, text_tokenizer)
     for file in evaluate:
@@ -662,6 +663,7 @@ def train(
         head_dim=head_dim,
         intermediate_size=intermediate_size,
     )
+    on_cuda = torch.cuda.is_available()
     arguments = TrainingArguments(
         output_dir=str(output),
         max_steps=steps,
@@ -677,7 +679,7 @@ def train(
         adam_beta2=0.95,
         max_grad_norm=1.0,
         optim="adamw_torch_fused",
-        bf16=torch.cuda.is_available(),
+        bf16=on_cuda,
         torch_compile=compile,
         seed=seed,
         logging_steps=log_every,
@@ -686,8 +688,8 @@ def train(
         save_total_limit=2,
         report_to=["tensorboard"] if is_tensorboard_available() else [],
         remove_unused_columns=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
-        accelerator_config={"non_blocking": True},
+        dataloader_pin_memory=on_cuda,
+        accelerator_config={"non_blocking": on_cuda},
     )
     if arguments.n_gpu > 1 or arguments.world_size > 1:
         raise RecipeError("This recipe trains on one device: choose one with CUDA_VISIBLE_DEVICES.")
@@ -747,7 +749,7 @@ def train(
         "plan": plan,
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}",
+        "device": torch.cuda.get_device_name() if on_cuda else f"CPU, {platform.machine()}",
         "versions": {"python": platform.python_version()}
         | {module.__name__: module.__version__ for module in (torch, transformers, tokenizers, np)},
         "curve": [
