@@ -49,6 +49,7 @@ import tokenizers
 import torch
 import transformers
 import typer
+from huggingface_hub.errors import StrictDataclassError
 from rich.progress import Progress, track
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
@@ -402,8 +403,8 @@ def build_model(
         else:
             name = f"{rule.replace('_', '-')}.{variant}-tiny"
             config = FalconFastWeightConfig.from_preset(name, window_size=window, **shared)
-    except ValueError as error:
-        raise RecipeError(str(error)) from error
+    except (ValueError, StrictDataclassError) as error:
+        raise RecipeError(str(error.__cause__ or error)) from error
     return AutoModelForCausalLM.from_config(config)
 
 
@@ -474,6 +475,11 @@ class PretrainTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             now, step = time.monotonic(), self.state.global_step
+            if not math.isfinite(logs["loss"]):
+                raise RecipeError(
+                    f"The loss at step {step} is {logs['loss']}: give a lower --learning-rate and another "
+                    f"--output."
+                )
             then, then_step, seconds = self.clock
             seconds += now - then
             logs["bits_per_byte"] = logs["loss"] / math.log(2) / self.bytes_per_token
@@ -500,6 +506,8 @@ class RunCallback(TrainerCallback):
                 file.write(json.dumps({**logs, "step": state.global_step}) + "\n")
 
     def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == state.max_steps:
+            control.should_log = True
         if time.monotonic() >= self.deadline:
             control.should_log = control.should_save = control.should_training_stop = True
 
@@ -554,11 +562,14 @@ def export(model, tokenizer, folder: Path) -> None:
 
 def parse_count(text: str) -> int:
     """'300M' -> 300000000; k, M and B are thousands, millions and billions."""
-    scale = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:], 1)
+    scale = {"k": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:], 1)
     try:
-        return round(float(text[:-1] if scale > 1 else text) * scale)
+        count = round(float(text[:-1] if scale > 1 else text) * scale)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number such as 50000, 300M or 1.5B.") from None
+        count = 0
+    if count < 1:
+        raise typer.BadParameter(f"{text!r} is not a count such as 50000, 300M or 1.5B.")
+    return count
 
 
 # ---------------------------------------------------------------------------------------------- commands
@@ -774,6 +785,7 @@ def evaluate_command(
     """Measure bits per byte (`bits_per_byte` in this file defines it)."""
     results = evaluate_folder(model, data, context)
     if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(results, indent=2) + "\n")
 
 

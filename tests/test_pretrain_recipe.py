@@ -263,6 +263,7 @@ def bad_calls(data, folder):
         ([*fit, data / "tokenizer", "--sequence-length", 100000], "two blocks"),
         ([*fit, data / "tokenizer", "--accumulate", 3], "divide"),
         ([*fit, data / "tokenizer", "--rule", "falcon_1", "--window", 4], "window"),
+        ([*fit, data / "tokenizer", "--model", "transformer", "--heads", 3], "3"),
         (["evaluate", folder, data / "held.bin.xz"], "no config.json"),
     ]
 
@@ -274,6 +275,24 @@ def test_bad_input_gets_one_sentence(data, tmp_path):
         assert "\n" not in str(error.value)
         assert str(error.value).endswith(".")
     assert not (tmp_path / "out.bin").exists()
+
+
+def test_divergence_stops_the_run(data, tmp_path):
+    with pytest.raises(pretrain.RecipeError, match="lower --learning-rate"):
+        train(data, tmp_path / "run", "--learning-rate", 1e30)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("50", 50), ("1.5k", 1500), ("300M", 300_000_000), ("2B", 2 * 10**9)]
+)
+def test_counts(text, count):
+    assert pretrain.parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "M", "-3", "0", "many"])
+def test_bad_counts(text):
+    with pytest.raises(pretrain.typer.BadParameter, match="is not a count"):
+        pretrain.parse_count(text)
 
 
 def test_a_run_is_not_overwritten_nor_resumed_as_another(data, tmp_path):
