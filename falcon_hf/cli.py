@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from .modeling_falcon_fast_weight import FalconFastWeightAttention
+
 BUNDLED = "falcon-3a.3-tiny"
 INTERRUPTED = 130
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -435,6 +437,8 @@ def _facts(network: Any) -> list[tuple[str, str]]:
     """What `info` prints, line by line."""
     import torch
 
+    from .modeling_falcon_fast_weight import FalconFastWeightAttention
+
     config = network.config
     with torch.no_grad():
         ids = torch.zeros(1, 2, dtype=torch.long, device=network.device)
@@ -457,7 +461,30 @@ def _facts(network: Any) -> list[tuple[str, str]]:
         state = one + (two - one) * (tokens - 1)
         kept = f"{state:,} bytes of state; a Transformer of this shape keeps {key_value * tokens:,}"
         facts.append((f"at {tokens:,} tokens", kept))
+    layers = [module for module in network.modules() if isinstance(module, FalconFastWeightAttention)]
+    for layer in layers:
+        lengths = ", ".join(f"{length:,.0f}" for length in _memory_lengths(layer))
+        facts.append((f"memory, layer {layer.layer_idx}", f"{lengths} tokens, by head"))
     return facts
+
+
+def _memory_lengths(layer: "FalconFastWeightAttention") -> list[float]:
+    """Tokens until the memory of each head has faded to 1 / e, by the layer's biases alone.
+
+    The input moves gain and ridge away from their biases, and keys are taken to have their expected energy.
+    """
+    import torch
+    from falcon_kernels.schedule import step_and_log_decay
+
+    from .modeling_falcon_fast_weight import expected_energy
+
+    with torch.no_grad():
+        nothing = layer.gain_proj.weight.new_zeros(1, 1, layer.config.hidden_size)
+        energy = torch.full((1, 1, layer.num_heads), expected_energy(layer.config), device=nothing.device)
+        active = torch.ones_like(energy, dtype=torch.bool)
+        gain, ridge = layer._gain(nothing), layer._ridge(nothing)
+        _, log_decay = step_and_log_decay(energy, gain, ridge, active, layer.rule)
+    return (-1 / log_decay.flatten(3).mean(-1)).flatten().tolist()
 
 
 def _cache_of(output: Any) -> Any:
