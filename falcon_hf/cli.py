@@ -484,7 +484,7 @@ def _memory_lengths(layer: "FalconFastWeightAttention") -> list[float]:
         active = torch.ones_like(energy, dtype=torch.bool)
         gain, ridge = layer._gain(nothing), layer._ridge(nothing)
         _, log_decay = step_and_log_decay(energy, gain, ridge, active, layer.rule)
-    return (-1 / log_decay.flatten(3).mean(-1)).flatten().tolist()
+    return (-1 / log_decay.reshape(layer.num_heads, -1).mean(1)).tolist()
 
 
 def _cache_of(output: Any) -> Any:
