@@ -70,7 +70,9 @@ def falcon_attention(
         rows = cu_seqlens.shape[0] - 1
     _check_values(gain, ridge, rule)
     if initial_state is None:
-        initial_state = FalconState.zeros(rule, rows, *k.shape[2:], v.shape[-1], dtype=v.dtype, device=v.device)
+        initial_state = FalconState.zeros(
+            rule, rows, *k.shape[2:], v.shape[-1], dtype=v.dtype, device=v.device
+        )
     else:
         check_state(initial_state, rule, rows, *k.shape[2:], v.shape[-1])
     if impl is None:
@@ -78,7 +80,9 @@ def falcon_attention(
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(IMPLEMENTATIONS)}.")
     with torch.autocast(q.device.type, enabled=False):
-        output, state = IMPLEMENTATIONS[impl](q, k, v, gain, ridge, initial_state, rule, mask=mask, cu_seqlens=cu_seqlens)
+        output, state = IMPLEMENTATIONS[impl](
+            q, k, v, gain, ridge, initial_state, rule, mask=mask, cu_seqlens=cu_seqlens
+        )
     return FalconOutput(output, state if output_final_state else None)
 
 
@@ -129,7 +133,9 @@ def check_state(state: FalconState, rule: Rule, rows: int, heads: int, key_dim: 
             raise ValueError(f"state.{field} has shape {list(have.shape)}; it must be {list(want.shape)}.")
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, gain: Tensor, ridge: Tensor | None, rule: Rule, lead: tuple[str, ...]) -> None:
+def _check_shapes(
+    q: Tensor, k: Tensor, v: Tensor, gain: Tensor, ridge: Tensor | None, rule: Rule, lead: tuple[str, ...]
+) -> None:
     names = ", ".join(lead)
     if q.dim() != len(lead) + 2:
         raise ValueError(f"q has shape {list(q.shape)}; it must be [{names}, H, K].")
@@ -142,7 +148,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, gain: Tensor, ridge: Tensor |
         _check("gain", gain, q.shape[:-1], f"[{names}, H] for {rule.name}")
     if (ridge is None) != (rule.ridge == "none"):
         given = "None" if ridge is None else "a tensor"
-        raise ValueError(f"ridge is {given}, but the rule has ridge={rule.ridge!r}; it must be None exactly for 'none'.")
+        raise ValueError(
+            f"ridge is {given}, but the rule has ridge={rule.ridge!r}; it must be None exactly for 'none'."
+        )
     if ridge is not None:
         _check("ridge", ridge, q.shape[:-1], f"[{names}, H]")
 
@@ -154,12 +162,20 @@ def _check(name: str, tensor: Tensor, shape: torch.Size, meaning: str) -> None:
 
 def _check_documents(cu_seqlens: Tensor, q: Tensor) -> None:
     if q.shape[0] != 1:
-        raise ValueError(f"q has batch size {q.shape[0]}; with cu_seqlens all documents lie in one row, so it must be 1.")
+        raise ValueError(
+            f"q has batch size {q.shape[0]}; with cu_seqlens all documents lie in one row, so it must be 1."
+        )
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; it must be [N + 1] of int32 or int64.")
+        raise ValueError(
+            f"cu_seqlens has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; it must be [N + 1] of int32 or int64."
+        )
     if _values_readable(cu_seqlens):
         bounds = cu_seqlens.tolist()
-        if bounds[0] != 0 or bounds[-1] != q.shape[1] or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
+        if (
+            bounds[0] != 0
+            or bounds[-1] != q.shape[1]
+            or any(a > b for a, b in zip(bounds, bounds[1:], strict=False))
+        ):
             raise ValueError(f"cu_seqlens is {bounds}; it must rise from 0 to T = {q.shape[1]}.")
 
 

@@ -37,7 +37,7 @@ def attention(
 ) -> tuple[Tensor, FalconState]:
     """Arguments and results as in `falcon_attention`, with the state always given and returned.
 
-    `chunk` is the chunk length C, at least W - 1. For the per-channel rules it is also the length over which decays are
+    `chunk` is the chunk length C, a multiple of 16 and at least W - 1. For the per-channel rules it is also the length over which decays are
     multiplied up around a middle token, which float32 bears up to 16.
     """
     length, dtype = q.shape[1], v.dtype
@@ -84,7 +84,9 @@ def _scalar(
     scores = q @ x_t  # [R, N, H, C, E]
 
     if rule.residual:
-        in_window = (torch.arange(grid.chunk)[:, None] + torch.arange(rule.window)).flatten().to(q.device)  # [C W]
+        in_window = (
+            (torch.arange(grid.chunk)[:, None] + torch.arange(rule.window)).flatten().to(q.device)
+        )  # [C W]
         row_weight, row_end = (t.repeat_interleave(rule.window, -1) for t in (weight, (end - u).exp()))
         row_x, row_v = x[..., in_window, :], v[..., in_window, :]
         gram = (x @ x_t)[..., in_window[:, None], in_window]
@@ -92,31 +94,35 @@ def _scalar(
         found = u_before.exp().repeat_interleave(rule.window, -1)[..., None] * row_x
         system = row_weight[..., None] * solve_decay * gram
         right = row_weight[..., None] * torch.cat([row_v, found], -1)
-        z = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)  # [R, N, H, C W, V + K]
+        z = _UnitLowerInverse.apply(system) @ right  # [R, N, H, C W, V + K]
         into_pair = torch.arange(x.shape[-2], device=q.device)[:, None] == in_window  # [E, C W]
         widths = (v.shape[-1], q.shape[-1])
         write_v, write_s = ((into_pair * row_end[..., None, :]) @ z).split(widths, -1)
-        read_v, read_s = ((_repeat(read_decay, rule.window, -1) * scores[..., in_window]) @ z).split(widths, -1)
+        read_v, read_s = ((_repeat(read_decay, rule.window, -1) * scores[..., in_window]) @ z).split(
+            widths, -1
+        )
         read_s = read_u.exp()[..., None] * q - read_s
     else:
         read_mask, end_mask = (
-            _repeat_into_window(decay, weight, rule.window) for decay in (read_decay, (end - u).exp()[..., None, :])
+            _repeat_into_window(decay, weight, rule.window)
+            for decay in (read_decay, (end - u).exp()[..., None, :])
         )  # [.., C, E], [.., 1, E]
         read_v, read_s = (scores * read_mask) @ v, read_u.exp()[..., None] * q
         write_v, write_s = end_mask.transpose(-1, -2) * v, None
 
     decay = end.exp()[..., None]
     if write_s is None:
-        written = x_t @ write_v
 
-        def advance(n: int, s: Tensor) -> Tensor:
-            return decay[:, n] * s + written[:, n]
+        def advance(s: Tensor, decay: Tensor, written: Tensor) -> Tensor:
+            return decay * s + written
+
+        found, final = _carry(advance, (decay, x_t @ write_v), memory, grid)
     else:
 
-        def advance(n: int, s: Tensor) -> Tensor:
-            return decay[:, n] * s + x_t[:, n] @ (write_v[:, n] - write_s[:, n] @ s)
+        def advance(s: Tensor, decay: Tensor, x_t: Tensor, write_v: Tensor, write_s: Tensor) -> Tensor:
+            return decay * s + x_t @ (write_v - write_s @ s)
 
-    found, final = _carry(advance, memory, grid)
+        found, final = _carry(advance, (decay, x_t, write_v, write_s), memory, grid)
     return read_v + read_s @ found, final
 
 
@@ -134,25 +140,62 @@ def _per_channel(
     x_t = x.transpose(-1, -2)
 
     if rule.residual:
-        gram, found_decay, to_middle = x @ x_t, u_before.exp(), (u_before - middle).exp()
         solved = []
 
-        def advance(n: int, s: Tensor) -> Tensor:
-            right = v[:, n] - found_decay[:, n] * (x[:, n] @ s)
-            z = _PerChannelSolve.apply(gram[:, n], eta[:, n], right, to_middle[:, n], from_middle[:, n])
+        def advance(s: Tensor, decay, x, v, found_decay, to_end, *system: Tensor) -> Tensor:
+            z = _PerChannelSolve.apply(v - found_decay * (x @ s), *system)
             solved.append(z)
-            return decay[:, n] * s + x_t[:, n] @ (to_end[:, n] * z)
+            return decay * s + x.transpose(-1, -2) @ (to_end * z)
 
-        found, final = _carry(advance, memory, grid)
+        system = (x @ x_t, eta, (u_before - middle).exp(), from_middle)
+        found, final = _carry(advance, (decay, x, v, u_before.exp(), to_end, *system), memory, grid)
         z = torch.stack(solved, 1)
     else:
         z = eta * v
-        written = x_t @ (to_end * z)
-        found, final = _carry(lambda n, s: decay[:, n] * s + written[:, n], memory, grid)
+        found, final = _carry(
+            lambda s, decay, written: decay * s + written, (decay, x_t @ (to_end * z)), memory, grid
+        )
 
     read_u, diagonal = (u_before, -1) if rule.timing == "read_before_write" else (u, 0)
     inside = (q @ x_t).tril(diagonal) @ (from_middle * z)
     return read_u.exp() * (q @ found) + (read_u - middle).exp() * inside, final
+
+
+class _UnitLowerInverse(torch.autograd.Function):
+    """(I + N)^-1 for N [..., M, M], of which only what lies below the diagonal is read; M a multiple of 16.
+
+    Substitution within blocks of 16 rows, then from block to block: stable where keys repeat, unlike powers of N.
+    """
+
+    @staticmethod
+    def forward(ctx, n: Tensor) -> Tensor:
+        size, block = n.shape[-1], SUBCHUNK
+        inverse = torch.zeros_like(n)
+        inverse.diagonal(dim1=-2, dim2=-1).fill_(1)
+        n_blocks, blocks = (_diagonal_blocks(t, block) for t in (n, inverse))
+        for i in range(1, block):
+            blocks[..., i, :i] = -(n_blocks[..., i : i + 1, :i] @ blocks[..., :i, :i])[..., 0, :]
+        for start in range(0, size, block):
+            rows = slice(start, start + block)
+            own = blocks[..., start // block, :, :]
+            inverse[..., rows, rows] = own
+            inverse[..., rows, :start] = -own @ (n[..., rows, :start] @ inverse[..., :start, :start])
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        transposed = inverse.transpose(-1, -2)
+        return -(transposed @ (grad @ transposed)).tril(-1)
+
+
+def _diagonal_blocks(matrix: Tensor, block: int) -> Tensor:
+    """[..., M / block, block, block], a copy of the blocks on the diagonal."""
+    return torch.stack(
+        [matrix[..., i : i + block, i : i + block] for i in range(0, matrix.shape[-1], block)], -3
+    )
 
 
 class _PerChannelSolve(torch.autograd.Function):
@@ -163,41 +206,48 @@ class _PerChannelSolve(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, gram: Tensor, eta: Tensor, right: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def forward(ctx, right: Tensor, gram: Tensor, eta: Tensor, a: Tensor, b: Tensor) -> Tensor:
         z, scaled = torch.empty_like(right), torch.empty_like(right)
         for i in range(right.shape[-2]):
             history = (gram[..., i : i + 1, :i] @ scaled[..., :i, :])[..., 0, :]
             z[..., i, :] = eta[..., i, :] * (right[..., i, :] - a[..., i, :] * history)
             scaled[..., i, :] = b[..., i, :] * z[..., i, :]
-        ctx.save_for_backward(gram, eta, right, a, b, z)
+        ctx.save_for_backward(right, gram, eta, a, b, z)
         return z
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_z: Tensor) -> tuple[Tensor, ...]:
-        gram, eta, right, a, b, z = ctx.saved_tensors
-        history = gram.tril(-1) @ (b * z)
+        right, gram, eta, a, b, z = ctx.saved_tensors
+        scaled = b * z
+        history = gram.tril(-1) @ scaled
         grad_z, grad_history, grad_scaled = grad_z.clone(), torch.empty_like(z), torch.empty_like(z)
         for i in reversed(range(z.shape[-2])):
-            grad_scaled[..., i, :] = (gram[..., i + 1 :, i, None].transpose(-1, -2) @ grad_history[..., i + 1 :, :])[..., 0, :]
+            below = gram[..., i + 1 :, i, None].transpose(-1, -2)
+            grad_scaled[..., i, :] = (below @ grad_history[..., i + 1 :, :])[..., 0, :]
             grad_z[..., i, :] += b[..., i, :] * grad_scaled[..., i, :]
             grad_history[..., i, :] = -eta[..., i, :] * a[..., i, :] * grad_z[..., i, :]
         return (
-            (grad_history @ (b * z).transpose(-1, -2)).tril(-1),
-            grad_z * (right - a * history),
             grad_z * eta,
+            (grad_history @ scaled.transpose(-1, -2)).tril(-1),
+            grad_z * (right - a * history),
             -eta * grad_z * history,
             grad_scaled * z,
         )
 
 
-def _carry(advance: Callable[[int, Tensor], Tensor], memory: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Runs the chunks' maps one after another: the memory that each finds [R, N, H, K, V], and the final ones [S, ...]."""
+def _carry(
+    advance: Callable[..., Tensor], chunks: tuple[Tensor, ...], memory: Tensor, grid: Grid
+) -> tuple[Tensor, Tensor]:
+    """Runs `advance(memory, *chunk)` over the chunks, tensors [R, N, ...], one after another.
+
+    Returns the memories that each finds [R, N, H, K, V], and the final ones [S, H, K, V].
+    """
     found, left, s = [], [], memory
-    for n in range(grid.valid.shape[1]):
+    for n, chunk in enumerate(zip(*(t.unbind(1) for t in chunks), strict=True)):
         s = grid.enter(n, s, memory)
         found.append(s)
-        s = advance(n, s)
+        s = advance(s, *chunk)
         left.append(s)
     return torch.stack(found, 1), s if grid.sequence is None else grid.final(torch.stack(left, 1), memory)
 
@@ -246,7 +296,11 @@ def _with_ones(v: Tensor, gain: Tensor, state: FalconState, rule: Rule) -> tuple
     """Values, gains and state with the normalizer as further value channels: its value is 1 throughout (paper, C.1)."""
     if rule.per_channel:
         memory = torch.cat([state.memory, state.normalizer], -1)
-        return torch.cat([v, torch.ones_like(v)], -1), torch.cat([gain, gain], -1), state._replace(memory=memory)
+        return (
+            torch.cat([v, torch.ones_like(v)], -1),
+            torch.cat([gain, gain], -1),
+            state._replace(memory=memory),
+        )
     state = state._replace(memory=torch.cat([state.memory, state.normalizer[..., None]], -1))
     if state.tail_v is not None:
         state = state._replace(tail_v=pad(state.tail_v, (0, 1), value=1))
@@ -257,13 +311,15 @@ def _without_ones(output: Tensor, state: FalconState, rule: Rule) -> tuple[Tenso
     channels = output.shape[-1] // 2 if rule.per_channel else output.shape[-1] - 1
     output = output[..., :channels] / (output[..., channels:] + rule.read_epsilon)
     memory, normalizer = state.memory[..., :channels], state.memory[..., channels:]
-    return output, state._replace(memory=memory, normalizer=normalizer if rule.per_channel else normalizer[..., 0])
+    return output, state._replace(
+        memory=memory, normalizer=normalizer if rule.per_channel else normalizer[..., 0]
+    )
 
 
 def _chunk_length(rule: Rule, length: int) -> int:
     """C for a sequence: at least W - 1, and no longer than the sequence needs."""
     longest = SUBCHUNK if rule.per_channel or (rule.residual and rule.window > 1) else CHUNK
-    return max(min(longest, -(-length // SUBCHUNK) * SUBCHUNK), rule.window - 1)
+    return -(-max(min(longest, length), rule.window - 1) // SUBCHUNK) * SUBCHUNK
 
 
 def _like(flag: Tensor, tensor: Tensor) -> Tensor:

@@ -1,37 +1,47 @@
-"""Masked tokens are no tokens: moving the real ones of each row to its front, and results back."""
+"""Padding as absence: rows moved to their left end, computed without their padding, and moved back."""
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
 class Compaction(NamedTuple):
-    """A stable reordering of each row that puts its real tokens first."""
+    """Where the tokens of a padded batch go when every row is moved to its left end; made by `compaction`."""
 
-    order: Tensor  # [B, T] place that each token of the compact row came from
-    place: Tensor  # [B, T] place in the compact row of each token
-    mask: Tensor  # [B, T] bool, the mask of the compact row: True, then False
-    source: Tensor  # [B, T] bool, the mask of the row as it came
+    order: Tensor  # [B, T] int64: for each place of the compact rows, the place in the batch that it takes
+    mask: Tensor  # [B, T] bool: the tokens of the compact rows, which come before all else
 
-    @classmethod
-    def of(cls, mask: Tensor) -> Self:
-        """The compaction of a [B, T] bool mask, without reading its values on the host."""
-        order = torch.argsort(~mask, dim=1, stable=True)
-        place = torch.argsort(order, dim=1)
-        length = mask.sum(1, keepdim=True)
-        return cls(order, place, torch.arange(mask.shape[1], device=mask.device) < length, mask)
+    @property
+    def lengths(self) -> Tensor:
+        """[B] number of tokens in each row."""
+        return self.mask.sum(1)
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """[B, T, ...] with the real tokens first and 0 in what remains."""
-        return _take(tensor, self.order, self.mask)
+    def gather(self, batch: Tensor) -> Tensor:
+        """[B, T, ...] batch to compact rows, 0 after the last token whatever stood in the padding."""
+        moved = batch.flatten(0, 1).index_select(0, self._places()).view(batch.shape)
+        return torch.where(self._like(moved), moved, 0)
 
-    def scatter(self, tensor: Tensor) -> Tensor:
-        """The inverse of `gather`: every token at its own place, 0 where there is none."""
-        return _take(tensor, self.place, self.source)
+    def scatter(self, rows: Tensor) -> Tensor:
+        """[B, T, ...] compact rows back to the batch, 0 at its padding whatever stood after the last token."""
+        chosen = torch.where(self._like(rows), rows, 0).flatten(0, 1)
+        return torch.zeros_like(chosen).index_copy(0, self._places(), chosen).view(rows.shape)
+
+    def _like(self, rows: Tensor) -> Tensor:
+        return self.mask.reshape(self.mask.shape + (1,) * (rows.dim() - 2))
+
+    def _places(self) -> Tensor:
+        batch, length = self.order.shape
+        starts = torch.arange(batch, device=self.order.device)[:, None] * length
+        return (self.order + starts).flatten()
 
 
-def _take(tensor: Tensor, index: Tensor, keep: Tensor) -> Tensor:
-    trailing = (1,) * (tensor.dim() - 2)
-    taken = tensor.gather(1, index.reshape(*index.shape, *trailing).expand(*index.shape, *tensor.shape[2:]))
-    return torch.where(keep.reshape(*keep.shape, *trailing), taken, 0)
+def compaction(mask: Tensor) -> Compaction:
+    """The compaction of a padded batch. Shapes are static and no value is read by the host.
+
+    Args:
+        mask: [B, T], False or 0 where there is no token. Tokens keep their order, holes close up.
+    """
+    mask = mask.bool()
+    order = torch.argsort(mask.logical_not().to(torch.uint8), dim=1, stable=True)
+    return Compaction(order, mask.gather(1, order))

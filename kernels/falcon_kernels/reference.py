@@ -33,7 +33,9 @@ def step(
     wide = accumulation_dtype(v.dtype)
     dtype = v.dtype
     token = torch.ones(q.shape[0], dtype=torch.bool, device=q.device) if mask is None else mask
-    q, k, v, gain, ridge = (None if t is None else torch.where(_like(token, t), t, 0) for t in (q, k, v, gain, ridge))
+    q, k, v, gain, ridge = (
+        None if t is None else torch.where(_like(token, t), t, 0) for t in (q, k, v, gain, ridge)
+    )
 
     x, valid = (state.previous_key, token & state.previous_valid) if rule.shifted else (k, token)
     pair_x, pair_v = torch.where(_like(valid, x), x, 0), torch.where(_like(valid, v), v, 0)
@@ -42,8 +44,12 @@ def step(
         window_x = torch.cat([state.tail_x, window_x], 1)
         window_v = torch.cat([state.tail_v, window_v], 1)
         window_valid = torch.cat([state.tail_valid, window_valid], 1)
-    window_x = torch.where(_like(window_valid, window_x), window_x, 0).to(wide).transpose(1, 2)  # [B, H, W, K]
-    window_v = torch.where(_like(window_valid, window_v), window_v, 0).to(wide).transpose(1, 2)  # [B, H, W, V]
+    window_x = (
+        torch.where(_like(window_valid, window_x), window_x, 0).to(wide).transpose(1, 2)
+    )  # [B, H, W, K]
+    window_v = (
+        torch.where(_like(window_valid, window_v), window_v, 0).to(wide).transpose(1, 2)
+    )  # [B, H, W, V]
     count = window_valid.sum(1).clamp_min(1)[:, None, None].to(wide)  # [B, 1, 1]
 
     eta, log_decay = step_and_log_decay(
@@ -85,7 +91,9 @@ def step(
         )
     if mask is not None:
         pairs = zip(after, state, strict=True)
-        after = FalconState(*(None if new is None else torch.where(_like(token, new), new, old) for new, old in pairs))
+        after = FalconState(
+            *(None if new is None else torch.where(_like(token, new), new, old) for new, old in pairs)
+        )
         output = torch.where(_like(token, output), output, 0)
     return output.to(dtype), after
 
