@@ -469,7 +469,7 @@ def _facts(network: Any) -> list[tuple[str, str]]:
 
 
 def _memory_lengths(layer: "FalconFastWeightAttention") -> list[float]:
-    """Tokens until the memory of each head has faded to 1 / e, by the layer's biases alone.
+    """For each head the n where it forgets 1 / n of its memory at a token, by the layer's biases alone.
 
     The input moves gain and ridge away from their biases, and keys are taken to have their expected energy.
     """
@@ -484,7 +484,7 @@ def _memory_lengths(layer: "FalconFastWeightAttention") -> list[float]:
         active = torch.ones_like(energy, dtype=torch.bool)
         gain, ridge = layer._gain(nothing), layer._ridge(nothing)
         _, log_decay = step_and_log_decay(energy, gain, ridge, active, layer.rule)
-    return (-1 / log_decay.reshape(layer.num_heads, -1).mean(1)).tolist()
+    return (-1 / torch.expm1(log_decay).reshape(layer.num_heads, -1).mean(1)).tolist()
 
 
 def _cache_of(output: Any) -> Any:
