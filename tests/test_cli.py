@@ -242,7 +242,11 @@ def test_checkpoint_with_other_weights_is_one_sentence(call, broken):
     kept = weights.pop(name)
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     fails(call("generate", PROMPT, "-m", broken), "cannot load", name)
-    save_file({**weights, name: kept, "extra": kept}, broken / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {**weights, name: kept, "extra": kept.clone()},
+        broken / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     fails(call("generate", PROMPT, "-m", broken), "cannot load", "extra")
 
 

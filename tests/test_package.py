@@ -11,10 +11,18 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from transformers.utils import import_utils
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+STAND_IN = """
+class Anything:
+    def __init__(self, *args, **kwargs): pass
+    def __call__(self, decorated): return decorated
+def __getattr__(name):
+    return Anything
+"""
 RUN_A_RULE = """
 import torch
 from falcon_kernels import Rule, falcon_attention
@@ -23,10 +31,9 @@ assert falcon_attention(x, x, x, gain, gain, rule=Rule("falcon_1")).output.isfin
 """
 
 
-def python(code: str, path: Path | None = None) -> None:
-    """Runs code in a new interpreter from the root of the repository, `path` before all else on its path."""
-    start = "import sys\n" + (f"sys.path.insert(0, {str(path)!r})\n" if path else "")
-    done = subprocess.run([sys.executable, "-c", start + code], cwd=ROOT, capture_output=True, text=True)
+def python(code: str) -> None:
+    """Runs code in a new interpreter, from the root of the repository."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -42,16 +49,14 @@ def imports_of(file: Path) -> list[tuple[int, str]]:
 
 
 def test_imports_and_runs_without_triton_or_training_libraries():
-    absent = "for name in ('triton', 'accelerate', 'datasets', 'trl', 'peft', 'matplotlib', 'psutil'):\n"
-    heavy = "assert 'transformers.trainer' not in sys.modules\n"
-    python(absent + "    sys.modules[name] = None\nimport falcon_hf\n" + heavy + RUN_A_RULE)
+    absent = ["triton", "accelerate", "datasets", "trl", "peft", "matplotlib", "psutil"]
+    hide = f"import sys\nfor name in {absent}: sys.modules[name] = None\n"
+    python(f"{hide}import falcon_hf\n{RUN_A_RULE}")
 
 
 def test_importing_brings_in_no_training_stack():
-    names = "('transformers.trainer', 'datasets', 'trl', 'peft', 'matplotlib', 'typer', 'rich')"
-    python(
-        f"import falcon_hf\nloaded = [name for name in {names} if name in sys.modules]\nassert not loaded, loaded"
-    )
+    names = ["transformers.trainer", "datasets", "trl", "peft", "matplotlib", "typer", "rich"]
+    python(f"import sys, falcon_hf\nloaded = {set(names)} & set(sys.modules)\nassert not loaded, loaded")
 
 
 def test_nothing_here_is_called_kernels():
@@ -60,24 +65,20 @@ def test_nothing_here_is_called_kernels():
 
 
 def test_transformers_finds_the_real_kernels_package_from_the_repository_root(tmp_path):
-    package = tmp_path / "kernels"
+    version = import_utils.KERNELS_MIN_VERSION
+    package, info = tmp_path / "kernels", tmp_path / f"kernels-{version}.dist-info"
     package.mkdir()
-    package.joinpath("__init__.py").write_text(
-        "class Anything:\n    def __init__(self, *args, **kwargs): pass\ndef __getattr__(name): return Anything\n"
-    )
-    code = """
-from transformers.utils import import_utils
-import importlib.metadata, pathlib
-folder = pathlib.Path(sys.path[0]) / f"kernels-{import_utils.KERNELS_MIN_VERSION}.dist-info"
-folder.mkdir()
-folder.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\\nName: kernels\\nVersion: {import_utils.KERNELS_MIN_VERSION}\\n")
-import_utils.is_kernels_available.cache_clear()
-import transformers.models.llama.modeling_llama
-import kernels
-assert kernels.__file__.startswith(sys.path[0]), kernels.__file__
-import falcon_hf
-"""
-    python("sys.path.append('')\n" + code, tmp_path)
+    info.mkdir()
+    info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n")
+    package.joinpath("__init__.py").write_text(STAND_IN)
+    python(f"""
+import sys
+sys.path.append({str(tmp_path)!r})  # behind the repository, as site-packages is
+from transformers.utils.import_utils import is_kernels_available
+assert is_kernels_available()
+import transformers.models.llama.modeling_llama, falcon_hf, kernels
+assert kernels.__file__ == {str(package / "__init__.py")!r}, kernels.__file__
+""")
 
 
 @pytest.mark.parametrize(
