@@ -162,6 +162,7 @@ def train_bpe(texts: list[Path], vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a folder, if token files can be made with it."""
     if not (folder / "tokenizer.json").is_file():
         raise RecipeError(f"{folder} holds no tokenizer.json: give the folder that `tokenizer` wrote.")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -249,7 +250,10 @@ def read_tokens(path: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[np.ndar
             f"{path} was made with another tokenizer than the one given: tokenize the texts anew."
         )
     if path.suffix == ".xz":
-        tokens = np.frombuffer(lzma.decompress(path.read_bytes()), dtype="<u2")
+        try:
+            tokens = np.frombuffer(lzma.decompress(path.read_bytes()), dtype="<u2")
+        except lzma.LZMAError as error:
+            raise RecipeError(f"{path} is damaged ({error}): it has to be a whole .xz file.") from error
     else:
         tokens = np.memmap(path, dtype="<u2", mode="r")
     if len(tokens) != facts["tokens"]:
@@ -512,6 +516,11 @@ class RunCallback(TrainerCallback):
             control.should_log = control.should_save = control.should_training_stop = True
 
 
+# Options of `train` that a run may be resumed with other values of. The data is compared by its contents.
+MAY_CHANGE = {"data", "tokenizer", "output", "evaluate", "accumulate", "compile", "log_every"}
+MAY_CHANGE |= {"minutes", "reserve", "resume"}
+
+
 def last_checkpoint(run: Path) -> Path | None:
     """The newest whole checkpoint of a run: trainer_state.json is what Trainer writes last."""
     states = run.glob("checkpoint-*/trainer_state.json")
@@ -565,7 +574,7 @@ def parse_count(text: str) -> int:
     scale = {"k": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:], 1)
     try:
         count = round(float(text[:-1] if scale > 1 else text) * scale)
-    except ValueError:
+    except (ValueError, OverflowError):
         count = 0
     if count < 1:
         raise typer.BadParameter(f"{text!r} is not a count such as 50000, 300M or 1.5B.")
@@ -706,19 +715,7 @@ def train(
         raise RecipeError("This recipe trains on one device: choose one with CUDA_VISIBLE_DEVICES.")
     torch.set_float32_matmul_precision("high")
 
-    free = {
-        "data",
-        "tokenizer",
-        "output",
-        "evaluate",
-        "compile",
-        "accumulate",
-        "minutes",
-        "reserve",
-        "resume",
-        "log_every",
-    }
-    plan = {name: value for name, value in context.params.items() if name not in free}
+    plan = {name: value for name, value in context.params.items() if name not in MAY_CHANGE}
     plan |= {"sources": facts["sources"], "vocabulary": facts["tokenizer"]}
     checkpoint = check_resume(output, plan, resume)
     parameters = network.num_parameters()

@@ -245,6 +245,8 @@ def bad_calls(data, folder):
         folder / "other.txt", documents(50, seed=5)[::-1] + ["zebra zoo zigzag buzz jazz quartz"] * 40
     )
     call("tokenizer", folder / "other.txt", "--output", folder / "tokenizer", "--vocab-size", 290)
+    (folder / "cut.bin.xz").write_bytes((data / "held.bin.xz").read_bytes()[:-20])
+    (folder / "cut.json").write_bytes((data / "held.json").read_bytes())
     run = folder / "run"
     tokenize = ["--tokenizer", data / "tokenizer", "--output", folder / "out.bin"]
     fit = ["train", data / "train.bin", "--output", run, "--tokenizer"]
@@ -264,6 +266,7 @@ def bad_calls(data, folder):
         ([*fit, data / "tokenizer", "--accumulate", 3], "divide"),
         ([*fit, data / "tokenizer", "--rule", "falcon_1", "--window", 4], "window"),
         ([*fit, data / "tokenizer", "--model", "transformer", "--heads", 3], "3"),
+        ([*fit, data / "tokenizer", "--evaluate", folder / "cut.bin.xz"], "damaged"),
         (["evaluate", folder, data / "held.bin.xz"], "no config.json"),
     ]
 
@@ -289,7 +292,7 @@ def test_counts(text, count):
     assert pretrain.parse_count(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "M", "-3", "0", "many"])
+@pytest.mark.parametrize("text", ["", "M", "-3", "0", "inf", "many"])
 def test_bad_counts(text):
     with pytest.raises(pretrain.typer.BadParameter, match="is not a count"):
         pretrain.parse_count(text)
