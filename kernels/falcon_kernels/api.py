@@ -1,17 +1,19 @@
 """The two functions through which everything goes: a whole sequence, and one token."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import reference
+from . import chunked, reference
 from .rule import Rule
 from .state import FalconState
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, FalconState]]] = {
     "reference": reference.attention,
+    "torch": chunked.attention,
 }
 
 
@@ -73,11 +75,13 @@ def falcon_attention(
     else:
         check_state(initial_state, rule, rows, *k.shape[2:], v.shape[-1])
     if impl is None:
-        impl = "reference"
+        impl = "torch"
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(IMPLEMENTATIONS)}.")
     with torch.autocast(q.device.type, enabled=False):
-        output, state = IMPLEMENTATIONS[impl](q, k, v, gain, ridge, initial_state, rule, mask=mask, cu_seqlens=cu_seqlens)
+        output, state = IMPLEMENTATIONS[impl](
+            q, k, v, gain, ridge, initial_state, rule, mask=mask, cu_seqlens=cu_seqlens
+        )
     return FalconOutput(output, state if output_final_state else None)
 
 
@@ -128,7 +132,9 @@ def check_state(state: FalconState, rule: Rule, rows: int, heads: int, key_dim: 
             raise ValueError(f"state.{field} has shape {list(have.shape)}; it must be {list(want.shape)}.")
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, gain: Tensor, ridge: Tensor | None, rule: Rule, lead: tuple[str, ...]) -> None:
+def _check_shapes(
+    q: Tensor, k: Tensor, v: Tensor, gain: Tensor, ridge: Tensor | None, rule: Rule, lead: tuple[str, ...]
+) -> None:
     names = ", ".join(lead)
     if q.dim() != len(lead) + 2:
         raise ValueError(f"q has shape {list(q.shape)}; it must be [{names}, H, K].")
@@ -141,7 +147,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, gain: Tensor, ridge: Tensor |
         _check("gain", gain, q.shape[:-1], f"[{names}, H] for {rule.name}")
     if (ridge is None) != (rule.ridge == "none"):
         given = "None" if ridge is None else "a tensor"
-        raise ValueError(f"ridge is {given}, but the rule has ridge={rule.ridge!r}; it must be None exactly for 'none'.")
+        raise ValueError(
+            f"ridge is {given}, but the rule has ridge={rule.ridge!r}; it must be None exactly for 'none'."
+        )
     if ridge is not None:
         _check("ridge", ridge, q.shape[:-1], f"[{names}, H]")
 
@@ -153,12 +161,17 @@ def _check(name: str, tensor: Tensor, shape: torch.Size, meaning: str) -> None:
 
 def _check_documents(cu_seqlens: Tensor, q: Tensor) -> None:
     if q.shape[0] != 1:
-        raise ValueError(f"q has batch size {q.shape[0]}; with cu_seqlens all documents lie in one row, so it must be 1.")
+        raise ValueError(
+            f"q has batch size {q.shape[0]}; with cu_seqlens all documents lie in one row, so it must be 1."
+        )
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; it must be [N + 1] of int32 or int64.")
+        raise ValueError(
+            f"cu_seqlens has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; "
+            "it must be [N + 1] of int32 or int64."
+        )
     if _values_readable(cu_seqlens):
         bounds = cu_seqlens.tolist()
-        if bounds[0] != 0 or bounds[-1] != q.shape[1] or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
+        if bounds[0] != 0 or bounds[-1] != q.shape[1] or any(a > b for a, b in pairwise(bounds)):
             raise ValueError(f"cu_seqlens is {bounds}; it must rise from 0 to T = {q.shape[1]}.")
 
 

@@ -1,5 +1,7 @@
 """The recurrence as it is written: one token at a time, any dtype, differentiable. All else is tested against it."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -101,11 +103,11 @@ def attention(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, FalconState]:
-    """The loop over `step`. Arguments and results as in `falcon_attention`, with the state always given and returned."""
+    """The loop over `step`; arguments and results as in `falcon_attention`, the state always given and returned."""
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         outputs, states = [], []
-        for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for n, (start, end) in enumerate(pairwise(bounds)):
             document = [None if t is None else t[:, start:end] for t in (q, k, v, gain, ridge)]
             output, after = attention(*document, state.map(lambda t, n=n: t[n : n + 1]), rule)
             outputs.append(output)
@@ -113,10 +115,11 @@ def attention(
         joined = (None if parts[0] is None else torch.cat(parts) for parts in zip(*states, strict=True))
         return torch.cat(outputs, 1), FalconState(*joined)
 
+    nothing = [None] * q.shape[1]
+    columns = (nothing if t is None else t.unbind(1) for t in (q, k, v, gain, ridge, mask))
     outputs = []
-    for t in range(q.shape[1]):
-        token = [None if a is None else a[:, t] for a in (q, k, v, gain, ridge)]
-        output, state = step(*token, state, rule, None if mask is None else mask[:, t])
+    for *token, present in zip(*columns, strict=True):
+        output, state = step(*token, state, rule, present)
         outputs.append(output)
     return torch.stack(outputs, 1) if outputs else torch.zeros_like(v), state
 

@@ -85,7 +85,10 @@ class Rule:
         if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 1:
             raise ValueError(f"window is {self.window!r}; it must be a whole number of at least 1.")
         if self.window > 1 and not self.sliding:
-            raise ValueError(f"window is {self.window}, but {self.name} writes one pair at a time; leave it out or use falcon_3 or falcon_3a.")
+            raise ValueError(
+                f"window is {self.window}, but {self.name} writes one pair at a time; "
+                "leave it out or use falcon_3 or falcon_3a."
+            )
         if self.detach_energy is None:
             object.__setattr__(self, "detach_energy", self.sliding)
         if self.smoothness is None and self.name == "falcon_3":
@@ -93,9 +96,14 @@ class Rule:
         if self.smoothness is not None:
             _check_choice("smoothness", self.smoothness)
             if self.name != "falcon_3":
-                raise ValueError(f"smoothness is {self.smoothness!r}, but only falcon_3 has one; leave it out for {self.name}.")
+                raise ValueError(
+                    f"smoothness is {self.smoothness!r}, but only falcon_3 has one; leave it out for {self.name}."
+                )
         if self.normalized_read and self.residual:
-            raise ValueError(f"normalized_read is True, but {self.name} is a regression rule; it needs falcon_1a, falcon_2a or falcon_3a.")
+            raise ValueError(
+                f"normalized_read is True, but {self.name} is a regression rule; "
+                "it needs falcon_1a, falcon_2a or falcon_3a."
+            )
         if not self.epsilon >= 0:
             raise ValueError(f"epsilon is {self.epsilon}; it must be at least 0.")
         if not self.read_epsilon > 0:
@@ -103,7 +111,10 @@ class Rule:
         if not 0 < self.decay_floor < 1:
             raise ValueError(f"decay_floor is {self.decay_floor}; it must lie between 0 and 1.")
         if self.per_channel and self.decay_floor < SMALLEST_PER_CHANNEL_DECAY:
-            raise ValueError(f"decay_floor is {self.decay_floor}; for {self.name} it must be at least exp(-5) = {SMALLEST_PER_CHANNEL_DECAY:.5f}.")
+            raise ValueError(
+                f"decay_floor is {self.decay_floor}; for {self.name} it must be at least exp(-5), "
+                f"about {SMALLEST_PER_CHANNEL_DECAY:.5f}."
+            )
 
     @property
     def residual(self) -> bool:

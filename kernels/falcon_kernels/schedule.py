@@ -27,8 +27,10 @@ def energy(x: Tensor, count: Tensor, rule: Rule) -> Tensor:
     return squared / count
 
 
-def step_and_log_decay(energy: Tensor, gain: Tensor, ridge: Tensor | None, active: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Step size eta and log gamma of each step (SPEC of the rule in the README of this folder; paper, section 3.1).
+def step_and_log_decay(
+    energy: Tensor, gain: Tensor, ridge: Tensor | None, active: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """Step size eta and log gamma of each step (paper, section 3.1).
 
     Args:
         energy: [...] statistic E.

@@ -1,0 +1,517 @@
+"""The `falcon-hf` command: text from a checkpoint, and what a checkpoint is."""
+
+import re
+import sys
+import time
+import warnings
+from importlib import metadata, resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from .modeling_falcon_fast_weight import FalconFastWeightAttention
+
+BUNDLED = "falcon-3a.3-tiny"
+INTERRUPTED = 130
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+EQUATIONS = {
+    "falcon_1": "S = γ S + η x (v - Sᵀx)ᵀ",
+    "falcon_2": "S = S Diag(γ) + x (η ⊙ (v - Sᵀx))ᵀ",
+    "falcon_3": "S = γ S + (η / W) Σ x (v - Sᵀx)ᵀ over the last W pairs",
+    "falcon_1a": "S = γ S + η x vᵀ",
+    "falcon_2a": "S = S Diag(γ) + x (η ⊙ v)ᵀ",
+    "falcon_3a": "S = γ S + (η / W) Σ x vᵀ over the last W pairs",
+}
+
+app = typer.Typer(
+    help="Falcon fast-weight language models: generate text, and look into a checkpoint.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _model_option(*names: str, **options: Any) -> Any:
+    return typer.Option(*names, rich_help_panel="Model", **options)
+
+
+def _text_option(*names: str, **options: Any) -> Any:
+    return typer.Option(*names, rich_help_panel="Text", **options)
+
+
+Model = Annotated[
+    str,
+    _model_option(
+        "--model",
+        "-m",
+        metavar="NAME",
+        help="A bundled checkpoint, a folder, or a Hub name such as owner/model.",
+    ),
+]
+Device = Annotated[
+    str,
+    _model_option(
+        metavar="DEVICE",
+        help="auto, cpu, cuda, cuda:1, mps and so on; auto is cuda where there is one, else cpu.",
+    ),
+]
+Dtype = Annotated[
+    str,
+    _model_option(
+        metavar="DTYPE",
+        help=f"{', '.join(DTYPES)}; auto is float32 on a CPU and the checkpoint's own elsewhere.",
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool, _model_option("--trust-remote-code", help="Run Python code that the checkpoint brings along.")
+]
+
+
+class UserError(Exception):
+    """Something that the user can put right, said in one sentence."""
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    if version:
+        print(f"falcon-hf {metadata.version('falcon-hf')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(2)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="The text to go on from; read from standard input where it is left out."),
+    ] = None,
+    model: Model = BUNDLED,
+    max_new_tokens: Annotated[
+        int, _text_option("--max-new-tokens", "-n", help="Stop after so many tokens.")
+    ] = 128,
+    sample: Annotated[
+        bool | None,
+        _text_option(
+            "--sample/--greedy",
+            help="Draw tokens at random, or take the likeliest each time; by default as the checkpoint says.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None, _text_option(help="Below 1 is more predictable, above 1 more varied.")
+    ] = None,
+    top_k: Annotated[int | None, _text_option(help="Draw from the k likeliest tokens; 0 is all.")] = None,
+    top_p: Annotated[
+        float | None, _text_option(help="Draw from the likeliest tokens that hold this much probability.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, _text_option(help="Above 1 makes tokens that have been there less likely.")
+    ] = None,
+    seed: Annotated[int | None, _text_option(help="The same seed draws the same text again.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Write on from a prompt.
+
+    The text goes to standard output as it is made, prompt first. Speed and size of the state go to standard
+    error. --temperature, --top-k and --top-p imply --sample.
+
+    **Examples**
+
+        falcon-hf generate "A pointer is"
+
+        falcon-hf generate "A pointer is" --greedy -n 40
+
+        falcon-hf generate --temperature 0.7 --top-p 0.9 --seed 1 < chapter.txt > more.txt
+
+        falcon-hf generate "Once" --model runs/my-model --device cuda --dtype bfloat16
+    """
+    options = _generation_options(max_new_tokens, sample, temperature, top_k, top_p, repetition_penalty, seed)
+    text = _read_prompt(prompt)
+    network, tokenizer = _load(model, device, dtype, trust_remote_code)
+    ids = tokenizer(text, return_tensors="pt").input_ids.to(network.device)
+    if ids.shape[1] == 0:
+        raise UserError("the prompt has no tokens; give some text.")
+    if seed is not None:
+        from transformers import set_seed
+
+        set_seed(seed)
+    with _status(f"reading {ids.shape[1]:,} tokens") as status:
+        writer = Writer(tokenizer, text, before_text=status.stop)
+        try:
+            output = network.generate(
+                ids, streamer=writer, return_dict_in_generate=True, use_cache=True, **options
+            )
+        except ValueError as error:
+            raise UserError(_first_sentence(error)) from error
+    size = state_bytes(_cache_of(output))
+    _say(
+        f"{ids.shape[1]:,} tokens read in {writer.reading_seconds:.2f} s, {writer.count:,} written at "
+        f"{writer.tokens_per_second:,.1f} tokens/s, {size:,} bytes of state"
+    )
+
+
+@app.command()
+def info(
+    model: Model = BUNDLED,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Say what a checkpoint is: its rule, its size, and what it keeps of a sequence.
+
+    **Examples**
+
+        falcon-hf info
+
+        falcon-hf info --model runs/my-model
+    """
+    network, _ = _load(model, device, dtype, trust_remote_code)
+    if network.config.model_type != "falcon_fast_weight":
+        raise UserError(
+            f"--model is {model!r}, of type {network.config.model_type}; "
+            "info is for checkpoints of type falcon_fast_weight."
+        )
+    for name, value in _facts(network):
+        print(f"{name:<18} {value}")
+
+
+def main() -> None:
+    """Runs the command; what the user did wrong is one line on standard error and exit code 2."""
+    streams: tuple[Any, ...] = (sys.stdin, sys.stdout, sys.stderr)
+    for stream in streams:
+        stream.reconfigure(encoding="utf-8")
+    try:
+        code = app(standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except UserError as error:
+        code = _complain(str(error))
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # that of errors on the command line
+            raise
+        code = _complain(error.format_message())
+    if code == INTERRUPTED:
+        _say("")  # ends the line that the text stopped in
+    sys.exit(code)
+
+
+class Writer:
+    """Writes the tokens of `generate` to standard output, each as soon as its text is complete.
+
+    Decodes a few recent tokens at a time, so that the cost of a token does not grow with the text.
+
+    Args:
+        tokenizer: turns ids into text.
+        prompt: what to write before the first new token, as it is.
+        before_text: called once, before the first character is written.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", prompt: str, before_text) -> None:
+        self.tokenizer = tokenizer
+        self.prompt = prompt
+        self.before_text = before_text
+        self.ids: list[int] = []  # the newest ones, some of them written already
+        self.settled = 0  # how many of them are written
+        self.count = 0
+        self.started = self.first = self.last = time.perf_counter()
+
+    def put(self, value: "torch.Tensor") -> None:
+        """The prompt at the first call, then one token a call."""
+        new = value.reshape(-1).tolist()
+        self.last = time.perf_counter()
+        if not self.ids:
+            self.ids, self.started = new, self.last
+            return
+        if self.count == 0:
+            self.first = self.last
+            self.before_text()
+            self._write(self.prompt)
+            self.ids = self.ids[-8:]  # tokens before a token can change its text: a space, say
+            self.settled = len(self.ids)
+        self.count += 1
+        self.ids += new
+        self._write_new(hold_back=True)
+
+    def end(self) -> None:
+        """Writes what is left, and the line break that ends the text."""
+        self._write_new(hold_back=False)
+        self._write("\n")
+
+    @property
+    def reading_seconds(self) -> float:
+        return self.first - self.started
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of the tokens after the first, which comes with the reading of the prompt."""
+        if self.count > 1:
+            return (self.count - 1) / (self.last - self.first)
+        return self.count / self.reading_seconds
+
+    def _write_new(self, hold_back: bool) -> None:
+        before, text = self._decode(self.ids[: self.settled]), self._decode(self.ids)
+        if hold_back and text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return  # a character of several tokens
+        self._write(text[len(before) :])
+        if len(text) > len(before):
+            self.ids = self.ids[self.settled :]
+            self.settled = len(self.ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(ids, **options))
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def bundled() -> dict[str, Path]:
+    """Name and folder of each checkpoint that travels with the package."""
+    try:
+        cards = Path(str(resources.files("falcon_hf.model_cards")))
+    except ModuleNotFoundError:  # run from a source tree that is not installed
+        cards = Path(__file__).parent.parent / "model_cards"
+    return {path.parent.name: path.parent for path in sorted(cards.glob("*/config.json"))}
+
+
+def state_bytes(cache: Any) -> int:
+    """Bytes of all tensors that a cache holds, each storage counted once."""
+    import torch
+
+    sizes: dict[int, int] = {}
+    waiting, seen = [cache], set()
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            sizes[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+        elif isinstance(item, dict):
+            waiting.extend(item.values())
+        elif isinstance(item, list | tuple):
+            waiting.extend(item)
+        elif hasattr(item, "__dict__") and type(item).__module__.startswith(("transformers.", "falcon_")):
+            waiting.extend(vars(item).values())
+    return sum(sizes.values())
+
+
+def _generation_options(
+    max_new_tokens: int,
+    sample: bool | None,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    repetition_penalty: float | None,
+    seed: int | None,
+) -> dict[str, Any]:
+    """What `generate` is told: only what the user asked for, the checkpoint decides the rest."""
+    if max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens is {max_new_tokens}; it must be at least 1.")
+    if temperature is not None and not temperature > 0:
+        raise UserError(
+            f"--temperature is {temperature:g}; it must be above 0, or leave it out and say --greedy."
+        )
+    if top_k is not None and top_k < 0:
+        raise UserError(f"--top-k is {top_k}; it must be at least 0.")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"--top-p is {top_p:g}; it must be above 0 and at most 1.")
+    if repetition_penalty is not None and not repetition_penalty > 0:
+        raise UserError(f"--repetition-penalty is {repetition_penalty:g}; it must be above 0.")
+    if seed is not None and not 0 <= seed < 2**32:
+        raise UserError(f"--seed is {seed}; it must lie between 0 and {2**32 - 1}.")
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    given = [name for name, value in sampling.items() if value is not None]
+    if given and sample is False:
+        option = "--" + given[0].replace("_", "-")
+        raise UserError(f"{option} is for drawing at random; leave out either it or --greedy.")
+    asked = {
+        **sampling,
+        "repetition_penalty": repetition_penalty,
+        "do_sample": True if given else sample,
+        "max_new_tokens": max_new_tokens,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _read_prompt(prompt: str | None) -> str:
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise UserError(
+                'no prompt: give one, as in falcon-hf generate "A pointer is", or pipe a text in.'
+            )
+        try:
+            prompt = sys.stdin.read().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise UserError(f"standard input is not UTF-8 text: byte {error.start} cannot be read.") from None
+    if not prompt:
+        raise UserError("the prompt is empty; give some text.")
+    return prompt
+
+
+def _load(name: str, device: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Model and tokenizer of a checkpoint, ready to use."""
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}.")
+    place, on_hub = _find(name)
+    warnings.simplefilter("ignore")
+    with _status(f"loading {name}") as status:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
+        where = _device(device)
+        logging.set_verbosity_error()
+        if on_hub:
+            status.stop()  # the Hub's client shows how far a download is
+        else:
+            logging.disable_progress_bar()
+        if dtype == "auto" and where.type == "cpu":
+            dtype = "float32"
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                place, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True
+            )
+        except Exception as error:
+            raise UserError(f"cannot load {name}: {_first_sentence(error)}") from error
+        network, report = loaded
+        for problem in ("missing", "unexpected", "mismatched"):
+            if keys := sorted(str(key) for key in report[f"{problem}_keys"]):
+                raise UserError(f"cannot load {name}: {len(keys)} {problem} weights, the first is {keys[0]}.")
+        return network.to(where).eval(), tokenizer
+
+
+def _find(name: str) -> tuple[str, bool]:
+    """Where a checkpoint lies, and whether that is the Hub."""
+    known = bundled()
+    if name in known:
+        return str(known[name]), False
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"--model is {name!r}, a folder without config.json; it must be a saved checkpoint."
+            )
+        return name, False
+    parts = name.split("/")
+    if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
+        names = ", ".join(known) or "there is none here"
+        raise UserError(
+            f"--model is {name!r}; it must be a bundled checkpoint ({names}), an existing folder, "
+            "or a Hub name such as owner/model."
+        )
+    return name, True
+
+
+def _device(name: str) -> "torch.device":
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError):
+        here = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        here += ["mps"] if torch.backends.mps.is_available() else []
+        raise UserError(f"--device is {name!r}; this machine has {', '.join(['cpu', *here])}.") from None
+    return device
+
+
+def _facts(network: Any) -> list[tuple[str, str]]:
+    """What `info` prints, line by line."""
+    import torch
+
+    from .modeling_falcon_fast_weight import FalconFastWeightAttention
+
+    config = network.config
+    with torch.no_grad():
+        ids = torch.zeros(1, 2, dtype=torch.long, device=network.device)
+        one, two = (state_bytes(_cache_of(network(ids[:, :n], use_cache=True))) for n in (1, 2))
+    element = network.dtype.itemsize
+    width = config.num_attention_heads * (config.head_dim + config.value_head_dim)
+    key_value = config.num_hidden_layers * width * element
+    weights = sum(weight.numel() for weight in network.parameters())
+    facts = [
+        ("rule", config.rule),
+        ("equation", EQUATIONS[config.rule]),
+        ("weights", f"{weights:,} in {str(network.dtype).removeprefix('torch.')}"),
+        ("layers", f"{config.num_hidden_layers} of width {config.hidden_size}"),
+        (
+            "heads",
+            f"{config.num_attention_heads} with memories of {config.head_dim} x {config.value_head_dim}",
+        ),
+    ]
+    for tokens in (1024, 32768):
+        state = one + (two - one) * (tokens - 1)
+        kept = f"{state:,} bytes of state; a Transformer of this shape keeps {key_value * tokens:,}"
+        facts.append((f"at {tokens:,} tokens", kept))
+    layers = [module for module in network.modules() if isinstance(module, FalconFastWeightAttention)]
+    for layer in layers:
+        lengths = ", ".join(f"{length:,.0f}" for length in _memory_lengths(layer))
+        facts.append((f"memory, layer {layer.layer_idx}", f"{lengths} tokens, by head"))
+    return facts
+
+
+def _memory_lengths(layer: "FalconFastWeightAttention") -> list[float]:
+    """For each head the n where it forgets 1 / n of its memory at a token, by the layer's biases alone.
+
+    The input moves gain and ridge away from their biases, and keys are taken to have their expected energy.
+    """
+    import torch
+    from falcon_kernels.schedule import step_and_log_decay
+
+    from .modeling_falcon_fast_weight import expected_energy
+
+    with torch.no_grad():
+        nothing = layer.gain_proj.weight.new_zeros(1, 1, layer.config.hidden_size)
+        energy = torch.full((1, 1, layer.num_heads), expected_energy(layer.config), device=nothing.device)
+        active = torch.ones_like(energy, dtype=torch.bool)
+        gain, ridge = layer._gain(nothing), layer._ridge(nothing)
+        _, log_decay = step_and_log_decay(energy, gain, ridge, active, layer.rule)
+    return (-1 / torch.expm1(log_decay).reshape(layer.num_heads, -1).mean(1)).tolist()
+
+
+def _cache_of(output: Any) -> Any:
+    """The cache in an output of transformers, where it is called cache or, before 5.24, past_key_values."""
+    return output["cache"] if "cache" in output else output["past_key_values"]
+
+
+def _status(message: str):
+    """A turning wheel with a message on standard error; nothing where that is not a terminal."""
+    from rich.console import Console
+
+    return Console(stderr=True).status(message)
+
+
+def _first_sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return re.split(r"(?<=[.!?]) ", text)[0] or type(error).__name__
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
+def _complain(message: str) -> int:
+    _say(f"falcon-hf: {message}")
+    return 2
+
+
+if __name__ == "__main__":
+    main()
