@@ -25,9 +25,7 @@ AutoModelForCausalLM.register(FalconFastWeightConfig, FalconFastWeightForCausalL
 AutoModelForSequenceClassification.register(
     FalconFastWeightConfig, FalconFastWeightForSequenceClassification, exist_ok=True
 )
-AutoModelForTokenClassification.register(
-    FalconFastWeightConfig, FalconFastWeightForTokenClassification, exist_ok=True
-)
+AutoModelForTokenClassification.register(FalconFastWeightConfig, FalconFastWeightForTokenClassification, exist_ok=True)
 
 __all__ = [
     "FalconFastWeightAttention",

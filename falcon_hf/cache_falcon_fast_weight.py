@@ -12,9 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 # transformers calls the cache of a model `cache` from 5.24 on and `past_key_values` before.
-CACHE_NAME = (
-    "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
-)
+CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 
 
 class FalconFastWeightCacheLayer(LinearAttentionLayer, CacheLayerMixin):
@@ -28,9 +26,7 @@ class FalconFastWeightCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         super().__init__()
         self.is_initialized = False
         self.state: FalconState | None = None
-        self.conv_window: Tensor | None = (
-            None  # [B, conv_size - 1, channels of q, k and v], the newest tokens
-        )
+        self.conv_window: Tensor | None = None  # [B, conv_size - 1, channels of q, k and v], the newest tokens
         self.cumulative_length: Any = None  # [] int64, places read so far, padding included
 
     def lazy_initialization(self, state: FalconState, conv_window: Tensor | None) -> None:  # type: ignore[override]
@@ -117,14 +113,10 @@ def fit_cache(cache: Cache, config: PreTrainedConfig) -> Cache:
     """
     for index, kind in enumerate(config.layer_types):
         if index == len(cache.layers):
-            cache.layers.append(
-                FalconFastWeightCacheLayer() if kind == "linear_attention" else DynamicLayer()
-            )
+            cache.layers.append(FalconFastWeightCacheLayer() if kind == "linear_attention" else DynamicLayer())
         layer = cache.layers[index]
         if kind == "linear_attention" and not isinstance(layer, FalconFastWeightCacheLayer):
-            if getattr(layer, "is_initialized", False) or any(
-                getattr(layer, "has_previous_state", {}).values()
-            ):
+            if getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values()):
                 raise ValueError(
                     f"cache holds the state of a {type(layer).__name__} at layer {index}; it must be a new "
                     f"cache or one that a model of type {config.model_type} returned."

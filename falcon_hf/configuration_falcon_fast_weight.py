@@ -225,9 +225,7 @@ class FalconFastWeightConfig(PreTrainedConfig):
                 f"it needs one of {', '.join(POSITIVE_FEATURE_MAPS)}."
             )
         if self.step_size == "gain" and self.step_size_max is not None:
-            raise ValueError(
-                f"step_size_max is {self.step_size_max}, but step_size is 'gain'; it belongs to 'direct'."
-            )
+            raise ValueError(f"step_size_max is {self.step_size_max}, but step_size is 'gain'; it belongs to 'direct'.")
         if self.step_size == "direct":
             if self.step_size_max is None:
                 raise ValueError(

@@ -106,9 +106,7 @@ class FalconFastWeightAttention(nn.Module):
         if self.rule.ridge != "none":
             self.ridge_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
             self.ridge_bias = nn.Parameter(torch.empty(self.num_heads))
-        self.g_proj = (
-            nn.Linear(config.hidden_size, value_channels, bias=False) if config.output_gate else None
-        )
+        self.g_proj = nn.Linear(config.hidden_size, value_channels, bias=False) if config.output_gate else None
         self.q_conv = ShortConvolution(key_channels, config.conv_size) if config.conv_size else None
         self.k_conv = ShortConvolution(key_channels, config.conv_size) if config.conv_size else None
         self.v_conv = ShortConvolution(value_channels, config.conv_size) if config.conv_size else None
@@ -142,9 +140,7 @@ class FalconFastWeightAttention(nn.Module):
         age = None
         if cu_seqlens is not None:
             if rows is not None or cache is not None:
-                raise ValueError(
-                    "cu_seqlens is given with attention_mask or cache; packed documents have neither."
-                )
+                raise ValueError("cu_seqlens is given with attention_mask or cache; packed documents have neither.")
             hidden_states = hidden_states.reshape(1, -1, shape[-1])
             age = _index_in_document(cu_seqlens, hidden_states.shape[1])
         if rows is not None:
@@ -238,9 +234,7 @@ class FalconFastWeightAttention(nn.Module):
             window = _last_tokens(tokens, before.shape[1], rows)
         convolved = (
             convolution(x, part, age)
-            for convolution, x, part in zip(
-                (self.q_conv, self.k_conv, self.v_conv), (q, k, v), parts, strict=True
-            )
+            for convolution, x, part in zip((self.q_conv, self.k_conv, self.v_conv), (q, k, v), parts, strict=True)
         )
         return (*convolved, window)
 
@@ -269,7 +263,7 @@ def initial_ridge_bias(config: FalconFastWeightConfig) -> Tensor:
     is scale-coupled is lambda / E. Where a ridge cannot grow enough for the shortest memory, lengths start at
     what it can.
     """
-    energy = _expected_energy(config)
+    energy = expected_energy(config)
     unit = energy if config.ridge == "scale_coupled" else 1.0
     largest = 0.9 * config.ridge_scale * unit
     if config.step_size == "gain":
@@ -283,7 +277,7 @@ def initial_ridge_bias(config: FalconFastWeightConfig) -> Tensor:
     return torch.logit(ridge / (unit * config.ridge_scale)).float()
 
 
-def _expected_energy(config: FalconFastWeightConfig) -> float:
+def expected_energy(config: FalconFastWeightConfig) -> float:
     """Energy of the keys of a head when they are independent and normal before the feature map."""
     size = config.head_dim
     quantiles = (torch.arange(1024, dtype=torch.float64, device="cpu") + 0.5) / 1024
@@ -342,19 +336,13 @@ class FalconFastWeightDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self, hidden_states: Tensor, attention_mask=None, cu_seqlens: Tensor | None = None, **kwargs
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, attention_mask=None, cu_seqlens: Tensor | None = None, **kwargs) -> Tensor:
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
         if self.layer_type == "linear_attention":
-            hidden_states = self.linear_attn(
-                hidden_states, attention_mask, kwargs.get(CACHE_NAME), cu_seqlens
-            )
+            hidden_states = self.linear_attn(hidden_states, attention_mask, kwargs.get(CACHE_NAME), cu_seqlens)
         else:
-            hidden_states, _ = self.self_attn(
-                hidden_states=hidden_states, attention_mask=attention_mask, **kwargs
-            )
+            hidden_states, _ = self.self_attn(hidden_states=hidden_states, attention_mask=attention_mask, **kwargs)
         hidden_states = residual + hidden_states
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -415,9 +403,7 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
         target.mkdir(parents=True, exist_ok=True)
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", target.resolve().name)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{target.resolve().name}-", dir=target.resolve().parent
-        ) as written:
+        with tempfile.TemporaryDirectory(prefix=f".{target.resolve().name}-", dir=target.resolve().parent) as written:
             super().save_pretrained(written, *args, **kwargs)
             _move_checkpoint(Path(written), target, kwargs.get("variant"))
 
@@ -488,15 +474,11 @@ class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
         length = inputs_embeds.shape[1]
         checkpointing = self.gradient_checkpointing and self.training
         if cache is not None and checkpointing and (torch.is_grad_enabled() or CACHE_NAME != "cache"):
-            raise ValueError(
-                "cache is given, but gradient checkpointing is on; call model.eval() or turn it off."
-            )
+            raise ValueError("cache is given, but gradient checkpointing is on; call model.eval() or turn it off.")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
 
-        cu_seqlens = _document_bounds(
-            kwargs.get("cu_seq_lens_q"), position_ids, attention_mask, cache, inputs_embeds
-        )
+        cu_seqlens = _document_bounds(kwargs.get("cu_seq_lens_q"), position_ids, attention_mask, cache, inputs_embeds)
         if cu_seqlens is not None:
             use_cache = False
             if position_ids is None:
@@ -537,15 +519,11 @@ class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
 
 def _one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
     if cache is not None and past_key_values is not None and cache is not past_key_values:
-        raise ValueError(
-            "cache and past_key_values are both given and differ; they are two names of one argument."
-        )
+        raise ValueError("cache and past_key_values are both given and differ; they are two names of one argument.")
     return past_key_values if cache is None else cache
 
 
-def _masks_by_layer_type(
-    config, inputs_embeds, attention_mask, cache, position_ids
-) -> dict[str, Tensor | None]:
+def _masks_by_layer_type(config, inputs_embeds, attention_mask, cache, position_ids) -> dict[str, Tensor | None]:
     """[B, T] mask of the present tokens for fast-weight layers, a causal mask for attention layers."""
     length = inputs_embeds.shape[1]
     if attention_mask is not None and (attention_mask.dim() != 2 or attention_mask.shape[1] < length):
@@ -640,9 +618,7 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
         logits = self.lm_head(_kept(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
-            )
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -679,9 +655,7 @@ def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     return hidden_states.take_along_dim(logits_to_keep[..., None], 1)
 
 
-class FalconFastWeightForSequenceClassification(
-    GenericForSequenceClassification, FalconFastWeightPreTrainedModel
-):
+class FalconFastWeightForSequenceClassification(GenericForSequenceClassification, FalconFastWeightPreTrainedModel):
     """The layers with a linear classifier on the last token."""
 
 

@@ -25,9 +25,7 @@ REFUSED = {
         "rule": "falcon_1",
         "normalized_read": True,
     },
-    "normalized_read is True, but feature_map is 'identity', which can be negative": {
-        "normalized_read": True
-    },
+    "normalized_read is True, but feature_map is 'identity', which can be negative": {"normalized_read": True},
     "qk_norm is 'layer'; it must be one of rms, l2, none.": {"qk_norm": "layer"},
     "value_norm is 'layer'; it must be one of rms, l2, none.": {"value_norm": "layer"},
     "feature_map is 'gelu'; it must be one of identity, relu,": {"feature_map": "gelu"},
@@ -46,9 +44,7 @@ REFUSED = {
     },
     "num_key_value_heads is 3; it must divide num_attention_heads, 2.": {"num_key_value_heads": 3},
     "num_hidden_layers is 0; it must be at least 1.": {"num_hidden_layers": 0},
-    "it must be 3 (num_hidden_layers) entries, each linear_attention or": {
-        "layer_types": ["linear_attention"]
-    },
+    "it must be 3 (num_hidden_layers) entries, each linear_attention or": {"layer_types": ["linear_attention"]},
     "'sliding_attention']; it must be 3": {"layer_types": ["linear_attention"] * 2 + ["sliding_attention"]},
 }
 
@@ -68,9 +64,7 @@ def test_a_wrong_type_is_refused_with_its_field():
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_config_survives_being_written_and_read(case, tmp_path):
-    config = tiny_config(
-        **CASES[case], eos_token_id=[1, 2], id2label={0: "no", 1: "yes", 2: "maybe"}, dtype="bfloat16"
-    )
+    config = tiny_config(**CASES[case], eos_token_id=[1, 2], id2label={0: "no", 1: "yes", 2: "maybe"}, dtype="bfloat16")
     config.save_pretrained(tmp_path)
     read = AutoConfig.from_pretrained(tmp_path)
     assert type(read) is FalconFastWeightConfig
@@ -115,9 +109,7 @@ def test_overrides_at_loading_are_checked_with_the_rest(tmp_path):
     assert AutoConfig.from_pretrained(tmp_path, window_size=2).rule_object.window == 2
     with pytest.raises(ValueError, match="window_size is 4, but falcon_1 writes one pair"):
         AutoConfig.from_pretrained(tmp_path, rule="falcon_1")
-    with pytest.raises(
-        ValueError, match="windw is no field of FalconFastWeightConfig; did you mean window_size"
-    ):
+    with pytest.raises(ValueError, match="windw is no field of FalconFastWeightConfig; did you mean window_size"):
         AutoConfig.from_pretrained(tmp_path, windw=2)
     assert AutoConfig.from_pretrained(tmp_path, trust_remote_code=False).window_size == 4
 

@@ -54,9 +54,7 @@ def test_padding_anywhere_equals_the_row_without_it(case):
     for row in range(4):
         real = mask[row].bool()
         alone = model(ids[row : row + 1, real]).logits[0]
-        single = model(
-            ids[row : row + 1], attention_mask=mask[row : row + 1], position_ids=positions[row : row + 1]
-        )
+        single = model(ids[row : row + 1], attention_mask=mask[row : row + 1], position_ids=positions[row : row + 1])
         torch.testing.assert_close(padded[row, real], alone, **EXACT)
         torch.testing.assert_close(single.logits[0, real], alone, **EXACT)
         torch.testing.assert_close(chunks[row, real], alone, **EXACT)
@@ -72,13 +70,8 @@ def test_greedy_generation_of_a_padded_batch_equals_each_prompt_alone(case):
     for row in range(3):
         prompt = ids[row : row + 1, mask[row].bool()]
         assert together[row, 7:].tolist() == greedy(model, prompt)[0, prompt.shape[1] :].tolist()
-        assert (
-            together[row, 7:].tolist()
-            == greedy(model, prompt, use_cache=False)[0, prompt.shape[1] :].tolist()
-        )
-        padded = greedy(
-            model, ids[row : row + 1].masked_fill(mask[row] == 0, 0), attention_mask=mask[row : row + 1]
-        )
+        assert together[row, 7:].tolist() == greedy(model, prompt, use_cache=False)[0, prompt.shape[1] :].tolist()
+        padded = greedy(model, ids[row : row + 1].masked_fill(mask[row] == 0, 0), attention_mask=mask[row : row + 1])
         assert together[row, 7:].tolist() == padded[0, 7:].tolist()
 
 
@@ -93,9 +86,7 @@ def test_beams_and_samples_with_a_cache_equal_those_without(case):
         results = []
         for use_cache in (True, False):
             torch.manual_seed(3)
-            results.append(
-                model.generate(ids, attention_mask=mask, max_new_tokens=6, use_cache=use_cache, **options)
-            )
+            results.append(model.generate(ids, attention_mask=mask, max_new_tokens=6, use_cache=use_cache, **options))
         assert results[0].shape[0] == 2 * options["num_return_sequences"]
         assert results[0].tolist() == results[1].tolist()
 
@@ -125,9 +116,7 @@ def test_generation_from_embeddings_and_in_prefill_chunks(case):
     mask[0, :3] = 0
     expected = greedy(model, ids, attention_mask=mask)
     embeddings = model.get_input_embeddings()(ids)
-    from_embeddings = model.generate(
-        inputs_embeds=embeddings, attention_mask=mask, max_new_tokens=6, do_sample=False
-    )
+    from_embeddings = model.generate(inputs_embeds=embeddings, attention_mask=mask, max_new_tokens=6, do_sample=False)
     assert from_embeddings.tolist() == expected[:, 8:].tolist()
     assert greedy(model, ids, attention_mask=mask, prefill_chunk_size=3).tolist() == expected.tolist()
 
@@ -186,9 +175,7 @@ def test_the_state_keeps_its_size_and_its_addresses(case):
     model, ids = tiny_model(**CASES[case]), tokens(2, 30)
     cache = cache_of(model(ids[:, :2], use_cache=True))
     falcon = [layer for layer in cache.layers if hasattr(layer, "state")]
-    attention_bytes = (
-        2 * (30 - 2) * 2 * model.config.num_key_value_heads * 8 * 8
-    )  # K and V, tokens, rows, heads
+    attention_bytes = 2 * (30 - 2) * 2 * model.config.num_key_value_heads * 8 * 8  # K and V, tokens, rows, heads
     before = cache_nbytes(cache)
     pointers = [tensor.data_ptr() for layer in falcon for tensor in layer.state if tensor is not None]
     model(ids[:, 2:-3], cache=cache)
@@ -222,9 +209,7 @@ def test_rows_of_a_cache_are_chosen_repeated_and_reset(case):
     for layer in (cache := copy.deepcopy(filled)).layers:
         layer.offload()
         layer.prefetch()
-    torch.testing.assert_close(
-        model(following, cache=cache).logits, model(following, cache=filled).logits, **EXACT
-    )
+    torch.testing.assert_close(model(following, cache=cache).logits, model(following, cache=filled).logits, **EXACT)
     if "layer_types" not in CASES[case]:
         cache.reset()
         assert cache.get_seq_length() == 0
@@ -235,9 +220,7 @@ def test_rows_of_a_cache_are_chosen_repeated_and_reset(case):
 def test_tokens_cannot_be_taken_back():
     cache = cache_of(tiny_model()(tokens(1, 4), use_cache=True))
     cache.crop(0)
-    with pytest.raises(
-        RuntimeError, match="crop is asked to remove 2 tokens, but a fast-weight memory cannot"
-    ):
+    with pytest.raises(RuntimeError, match="crop is asked to remove 2 tokens, but a fast-weight memory cannot"):
         cache.crop(-2)
     assert not cache.is_croppable
 

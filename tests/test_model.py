@@ -31,9 +31,7 @@ def gradients(model):
 def assert_same_gradients(ours, theirs, atol=1e-11):
     assert ours.keys() == theirs.keys()
     for name in ours:
-        torch.testing.assert_close(
-            ours[name], theirs[name], atol=atol, rtol=0, msg=lambda text, name=name: name + text
-        )
+        torch.testing.assert_close(ours[name], theirs[name], atol=atol, rtol=0, msg=lambda text, name=name: name + text)
 
 
 @pytest.mark.parametrize("case", ["falcon_3a", "3a-hybrid"])
@@ -102,9 +100,7 @@ def test_training_keeps_no_cache_unless_asked_and_then_still_has_its_gradients()
     model(ids, labels=ids, use_cache=True).loss.backward()
     assert_same_gradients(gradients(model), plain)
     cache = cache_of(model(ids, use_cache=True))
-    model(
-        ids[:, :1], labels=ids[:, :1].repeat(1, 1), cache=cache
-    ).logits.sum().backward()  # one token, with gradients
+    model(ids[:, :1], labels=ids[:, :1].repeat(1, 1), cache=cache).logits.sum().backward()  # one token, with gradients
     model(ids, labels=ids, cache=cache).loss.backward()
 
 
@@ -152,9 +148,7 @@ def test_attention_implementations_agree():
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
         logits[implementation] = model(ids, attention_mask=mask).logits[mask.bool()]
-    torch.testing.assert_close(
-        logits["eager"], logits["sdpa"], atol=1e-5, rtol=0
-    )  # eager takes softmax in float32
+    torch.testing.assert_close(logits["eager"], logits["sdpa"], atol=1e-5, rtol=0)  # eager takes softmax in float32
 
 
 @pytest.mark.parametrize("case", RULES)
@@ -167,9 +161,7 @@ def test_what_stands_in_padding_cannot_leak(case):
     for filling in (0.0, float("nan")):
         model.zero_grad()
         embeddings = clean.masked_fill(mask[..., None] == 0, filling).requires_grad_()
-        outputs = model(
-            inputs_embeds=embeddings, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)
-        )
+        outputs = model(inputs_embeds=embeddings, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
         outputs.loss.backward()
         results.append((outputs.logits, embeddings.grad, gradients(model)))
     (zeros, zeros_grad, zeros_grads), (nans, nans_grad, nans_grads) = results
@@ -254,9 +246,7 @@ def test_heads_begin_with_memories_of_many_lengths(options, alone, monkeypatch):
     monkeypatch.setattr(modeling, "falcon_attention", partial(falcon_attention, impl="reference"))
     torch.manual_seed(0)
     config = tiny_config(hidden_size=256, num_attention_heads=8, head_dim=64, num_hidden_layers=1, **options)
-    mixer = (
-        FalconFastWeightAttention(config) if alone else FalconFastWeightModel(config).layers[0].linear_attn
-    )
+    mixer = FalconFastWeightAttention(config) if alone else FalconFastWeightModel(config).layers[0].linear_attn
     mixer(torch.randn(4, 40, 256))
     lengths = -1 / torch.stack(decays[8:]).mean((0, 1))
     # A direct ridge below 0.9 under keys of energy 64 decays by 0.9 / 64.9 at most.
@@ -286,12 +276,8 @@ def test_initialization_does_not_touch_loaded_weights(tmp_path):
     model.save_pretrained(tmp_path)
     read = FalconFastWeightForCausalLM.from_pretrained(tmp_path)
     read.init_weights()
-    assert torch.equal(
-        read.model.layers[0].linear_attn.ridge_bias, model.model.layers[0].linear_attn.ridge_bias
-    )
-    assert torch.equal(
-        read.model.layers[0].linear_attn.q_conv.weight, model.model.layers[0].linear_attn.q_conv.weight
-    )
+    assert torch.equal(read.model.layers[0].linear_attn.ridge_bias, model.model.layers[0].linear_attn.ridge_bias)
+    assert torch.equal(read.model.layers[0].linear_attn.q_conv.weight, model.model.layers[0].linear_attn.q_conv.weight)
 
 
 @pytest.mark.parametrize("rule", ["falcon_1", "falcon_2a"])

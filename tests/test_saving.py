@@ -31,9 +31,7 @@ def test_weights_and_logits_return_exactly(case, dtype, tmp_path):
     assert read.dtype == dtype
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, read.state_dict()[name]), name
-    if (
-        dtype == torch.float32 or "layer_types" not in CASES[case]
-    ):  # Module.to rounds rotary frequencies to bfloat16
+    if dtype == torch.float32 or "layer_types" not in CASES[case]:  # Module.to rounds rotary frequencies to bfloat16
         with torch.no_grad():
             assert torch.equal(model(ids).logits, read.eval()(ids).logits)
     assert read.lm_head.weight is read.model.embed_tokens.weight
@@ -78,9 +76,7 @@ def test_an_interrupted_save_leaves_the_old_checkpoint(shards_written, tmp_path,
 
     monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        tiny_model(torch.float32, seed=1, rule="falcon_1").save_pretrained(
-            tmp_path / "model", max_shard_size="8KB"
-        )
+        tiny_model(torch.float32, seed=1, rule="falcon_1").save_pretrained(tmp_path / "model", max_shard_size="8KB")
     assert len(written) == shards_written
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     assert files(tmp_path) == ["model"]
@@ -94,23 +90,17 @@ def test_missing_weights_are_an_error(tmp_path):
     del weights["model.layers.1.linear_attn.ridge_bias"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     for auto in (AutoModelForCausalLM, AutoModel, AutoModelForSequenceClassification):
-        with pytest.raises(
-            ValueError, match=r"lacks (model\.)?layers\.1\.linear_attn\.ridge_bias, which Falcon"
-        ):
+        with pytest.raises(ValueError, match=r"lacks (model\.)?layers\.1\.linear_attn\.ridge_bias, which Falcon"):
             auto.from_pretrained(tmp_path)
 
 
 def test_unexpected_weights_are_an_error(tmp_path):
     tiny_model(torch.float32, rule="falcon_1").save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"has model\.layers\.0\.linear_attn\.ridge_bias, .* and 3 more, which Falcon"
-    ):
+    with pytest.raises(ValueError, match=r"has model\.layers\.0\.linear_attn\.ridge_bias, .* and 3 more, which Falcon"):
         AutoModelForCausalLM.from_pretrained(tmp_path, ridge="none")
     weights = load_file(tmp_path / "model.safetensors")
     save_file({**weights, "model.extra": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        ValueError, match=r"has model\.extra, which FalconFastWeightForCausalLM with this config does"
-    ):
+    with pytest.raises(ValueError, match=r"has model\.extra, which FalconFastWeightForCausalLM with this config does"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
