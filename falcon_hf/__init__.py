@@ -1,0 +1,42 @@
+"""Falcon fast-weight language models for transformers, registered with its Auto classes on import."""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from .cache_falcon_fast_weight import cache_nbytes, falcon_cache
+from .configuration_falcon_fast_weight import FalconFastWeightConfig
+from .modeling_falcon_fast_weight import (
+    FalconFastWeightAttention,
+    FalconFastWeightForCausalLM,
+    FalconFastWeightForSequenceClassification,
+    FalconFastWeightForTokenClassification,
+    FalconFastWeightModel,
+    FalconFastWeightPreTrainedModel,
+)
+
+AutoConfig.register(FalconFastWeightConfig.model_type, FalconFastWeightConfig, exist_ok=True)
+AutoModel.register(FalconFastWeightConfig, FalconFastWeightModel, exist_ok=True)
+AutoModelForCausalLM.register(FalconFastWeightConfig, FalconFastWeightForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(
+    FalconFastWeightConfig, FalconFastWeightForSequenceClassification, exist_ok=True
+)
+AutoModelForTokenClassification.register(
+    FalconFastWeightConfig, FalconFastWeightForTokenClassification, exist_ok=True
+)
+
+__all__ = [
+    "FalconFastWeightAttention",
+    "FalconFastWeightConfig",
+    "FalconFastWeightForCausalLM",
+    "FalconFastWeightForSequenceClassification",
+    "FalconFastWeightForTokenClassification",
+    "FalconFastWeightModel",
+    "FalconFastWeightPreTrainedModel",
+    "cache_nbytes",
+    "falcon_cache",
+]

@@ -20,9 +20,7 @@ VARIANTS = {
     "2-before-direct-detached": Rule(
         "falcon_2", timing="read_before_write", step_size="direct", ridge="direct", detach_energy=True
     ),
-    "3-same-bound-direct": Rule(
-        "falcon_3", window=3, alignment="same_step", smoothness="bound", step_size="direct"
-    ),
+    "3-same-bound-direct": Rule("falcon_3", window=3, alignment="same_step", smoothness="bound", step_size="direct"),
     "3-before-trace-ridge": Rule(
         "falcon_3",
         window=2,
@@ -32,24 +30,18 @@ VARIANTS = {
         detach_energy=False,
     ),
     "3-wide-live": Rule("falcon_3", window=10, detach_energy=False),
-    "1a-same-normalized-direct": Rule(
-        "falcon_1a", alignment="same_step", normalized_read=True, step_size="direct"
-    ),
+    "1a-same-normalized-direct": Rule("falcon_1a", alignment="same_step", normalized_read=True, step_size="direct"),
     "1a-before-none": Rule("falcon_1a", timing="read_before_write", ridge="none"),
     "2a-normalized-before": Rule("falcon_2a", normalized_read=True, timing="read_before_write"),
     "2a-same-direct-ridge": Rule("falcon_2a", alignment="same_step", step_size="direct", ridge="direct"),
-    "3a-normalized-live-ridge": Rule(
-        "falcon_3a", window=5, normalized_read=True, detach_energy=False, ridge="direct"
-    ),
+    "3a-normalized-live-ridge": Rule("falcon_3a", window=5, normalized_read=True, detach_energy=False, ridge="direct"),
     "3a-same-before-direct": Rule(
         "falcon_3a", window=3, alignment="same_step", timing="read_before_write", step_size="direct"
     ),
 }
 
 
-def make_inputs(
-    rule, B=2, T=17, H=2, K=4, V=3, *, seed=0, dtype=torch.float64, decay=1.0, requires_grad=False
-):
+def make_inputs(rule, B=2, T=17, H=2, K=4, V=3, *, seed=0, dtype=torch.float64, decay=1.0, requires_grad=False):
     """Random q, k, v, gain, ridge as a dict, RMS-normalized keys; `decay` scales the ridge."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -74,9 +66,7 @@ def make_inputs(
         inputs["ridge"] = inputs["ridge"] * K
     if rule.ridge == "none":
         inputs["ridge"] = None
-    return {
-        name: None if t is None else t.to(dtype).requires_grad_(requires_grad) for name, t in inputs.items()
-    }
+    return {name: None if t is None else t.to(dtype).requires_grad_(requires_grad) for name, t in inputs.items()}
 
 
 def make_state(rule, B=2, H=2, K=4, V=3, *, tail=None, seed=1, dtype=torch.float64, requires_grad=False):
@@ -139,9 +129,7 @@ def gradients(result, leaves, seed=2):
     total = 0
     for t in (result.output, *(result.final_state or ())):
         if t is not None and t.requires_grad:
-            total = (
-                total + (t * torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype)).sum()
-            )
+            total = total + (t * torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype)).sum()
     grads = torch.autograd.grad(total, leaves, allow_unused=True)
     return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=True)]
 
@@ -150,9 +138,7 @@ def leaves(inputs, state=None):
     found = {name: t for name, t in inputs.items() if t is not None}
     if state is not None:
         found |= {
-            f: t
-            for f, t in zip(FalconState._fields, state, strict=True)
-            if t is not None and t.is_floating_point()
+            f: t for f, t in zip(FalconState._fields, state, strict=True) if t is not None and t.is_floating_point()
         }
     return found
 

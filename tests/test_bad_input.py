@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import INPUTS, make_inputs, make_state
-from falcon_kernels import FalconState, Rule, falcon_attention, falcon_step
+from falcon_kernels import Rule, falcon_attention, falcon_step
 
 
 @pytest.mark.parametrize(
@@ -128,19 +128,14 @@ def test_states_of_another_rule_or_size():
     arguments = [inputs[n] for n in INPUTS]
     with pytest.raises(ValueError, match=r"state.memory has shape \[3, 2, 4, 3\]; it must be \[2, 2, 4, 3\]"):
         falcon_attention(*arguments, rule=rule, initial_state=make_state(rule, B=3))
-    with pytest.raises(
-        ValueError, match=r"state.tail_x is None; falcon_3a with these options needs a tensor"
-    ):
+    with pytest.raises(ValueError, match=r"state.tail_x is None; falcon_3a with these options needs a tensor"):
         falcon_attention(*arguments, rule=rule, initial_state=make_state(Rule("falcon_1a")))
-    with pytest.raises(
-        ValueError, match=r"state.previous_key is of shape .* falcon_1 with these options needs None"
-    ):
-        one = Rule("falcon_1", alignment="same_step")
+    one = Rule("falcon_1", alignment="same_step")
+    with pytest.raises(ValueError, match=r"state.previous_key is of shape .* falcon_1 with these options needs None"):
         falcon_attention(*arguments, rule=one, initial_state=make_state(Rule("falcon_1")))
-    token = [t[:, 0] for t in arguments]
+    token, state = [t[:, 0] for t in arguments], make_state(rule)
     with pytest.raises(ValueError, match=r"state.tail_valid has shape \[2, 4\]; it must be \[2, 3\]"):
-        falcon_step(*token, FalconState.zeros(Rule("falcon_3a", window=5), 2, 2, 4, 3)._replace(
-            **{f: t for f, t in make_state(rule)._asdict().items() if f in ("tail_x", "tail_v")}), rule=rule)  # fmt: skip
+        falcon_step(*token, state._replace(tail_valid=torch.ones(2, 4, dtype=torch.bool)), rule=rule)
 
 
 def test_step_shapes():

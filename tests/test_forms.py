@@ -116,9 +116,7 @@ def test_masked_tokens_are_no_tokens(name, carried, impl):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("falcon_kernels.api._check_values", lambda *_: None)
         have = attend(inputs, rule, mask=masks, initial_state=state, impl=impl)
-        have_gradients = dict(
-            zip(leaves(inputs), gradients(have, list(leaves(inputs).values())), strict=True)
-        )
+        have_gradients = dict(zip(leaves(inputs), gradients(have, list(leaves(inputs).values())), strict=True))
     assert not have.output[~masks].any()
     assert all(not g[~masks].any() and g.isfinite().all() for g in have_gradients.values())
     for row in range(4):
@@ -147,9 +145,7 @@ def test_packed_documents_are_each_alone(name, carried, impl):
         want = attend(cut(inputs, start, end), rule, initial_state=own, impl="reference")
         outputs.append(want.output)
         states.append(want.final_state)
-    joined = FalconState(
-        *(None if parts[0] is None else torch.cat(parts) for parts in zip(*states, strict=True))
-    )
+    joined = FalconState(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*states, strict=True)))
     want = FalconOutput(torch.cat(outputs, 1), joined)
     assert_same(have.output, want.output, EXACT)
     assert_same_state(have.final_state, want.final_state, EXACT)

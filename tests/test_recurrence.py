@@ -1,4 +1,4 @@
-"""The recurrence itself: against the formulas written out by hand, and against what the rules are known to reduce to."""
+"""The recurrence itself: against the formulas written out by hand, and against what the rules reduce to."""
 
 import numpy as np
 import pytest
@@ -310,9 +310,7 @@ def test_smoothness_gradient_where_eigenvalues_meet(smoothness, kind):
     if kind == "opposite":
         x[1::2] *= -1
     x.requires_grad_()
-    E = energy(
-        x, torch.full((1,), float(window), dtype=torch.float64), Rule("falcon_3", smoothness=smoothness)
-    )
+    E = energy(x, torch.full((1,), float(window), dtype=torch.float64), Rule("falcon_3", smoothness=smoothness))
     (grad,) = torch.autograd.grad(E.sum(), x)
     assert grad.isfinite().all()
     assert_same((x * grad).sum(), 2 * E.sum(), 1e-12)

@@ -1,6 +1,7 @@
 """The two functions through which everything goes: a whole sequence, and one token."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -70,9 +71,7 @@ def falcon_attention(
         rows = cu_seqlens.shape[0] - 1
     _check_values(gain, ridge, rule)
     if initial_state is None:
-        initial_state = FalconState.zeros(
-            rule, rows, *k.shape[2:], v.shape[-1], dtype=v.dtype, device=v.device
-        )
+        initial_state = FalconState.zeros(rule, rows, *k.shape[2:], v.shape[-1], dtype=v.dtype, device=v.device)
     else:
         check_state(initial_state, rule, rows, *k.shape[2:], v.shape[-1])
     if impl is None:
@@ -167,15 +166,12 @@ def _check_documents(cu_seqlens: Tensor, q: Tensor) -> None:
         )
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"cu_seqlens has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; it must be [N + 1] of int32 or int64."
+            f"cu_seqlens has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; "
+            "it must be [N + 1] of int32 or int64."
         )
     if _values_readable(cu_seqlens):
         bounds = cu_seqlens.tolist()
-        if (
-            bounds[0] != 0
-            or bounds[-1] != q.shape[1]
-            or any(a > b for a, b in zip(bounds, bounds[1:], strict=False))
-        ):
+        if bounds[0] != 0 or bounds[-1] != q.shape[1] or any(a > b for a, b in pairwise(bounds)):
             raise ValueError(f"cu_seqlens is {bounds}; it must rise from 0 to T = {q.shape[1]}.")
 
 

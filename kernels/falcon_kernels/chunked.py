@@ -37,8 +37,8 @@ def attention(
 ) -> tuple[Tensor, FalconState]:
     """Arguments and results as in `falcon_attention`, with the state always given and returned.
 
-    `chunk` is the chunk length C, a multiple of 16 and at least W - 1. For the per-channel rules it is also the length over which decays are
-    multiplied up around a middle token, which float32 bears up to 16.
+    `chunk` is the chunk length C, a multiple of 16 and at least W - 1. For the per-channel rules it is also the length
+    over which decays are multiplied up around a middle token, which float32 bears up to 16.
     """
     length, dtype = q.shape[1], v.dtype
     if length == 0:
@@ -84,9 +84,7 @@ def _scalar(
     scores = q @ x_t  # [R, N, H, C, E]
 
     if rule.residual:
-        in_window = (
-            (torch.arange(grid.chunk)[:, None] + torch.arange(rule.window)).flatten().to(q.device)
-        )  # [C W]
+        in_window = (torch.arange(grid.chunk)[:, None] + torch.arange(rule.window)).flatten().to(q.device)  # [C W]
         row_weight, row_end = (t.repeat_interleave(rule.window, -1) for t in (weight, (end - u).exp()))
         row_x, row_v = x[..., in_window, :], v[..., in_window, :]
         gram = (x @ x_t)[..., in_window[:, None], in_window]
@@ -98,14 +96,11 @@ def _scalar(
         into_pair = torch.arange(x.shape[-2], device=q.device)[:, None] == in_window  # [E, C W]
         widths = (v.shape[-1], q.shape[-1])
         write_v, write_s = ((into_pair * row_end[..., None, :]) @ z).split(widths, -1)
-        read_v, read_s = ((_repeat(read_decay, rule.window, -1) * scores[..., in_window]) @ z).split(
-            widths, -1
-        )
+        read_v, read_s = ((_repeat(read_decay, rule.window, -1) * scores[..., in_window]) @ z).split(widths, -1)
         read_s = read_u.exp()[..., None] * q - read_s
     else:
         read_mask, end_mask = (
-            _repeat_into_window(decay, weight, rule.window)
-            for decay in (read_decay, (end - u).exp()[..., None, :])
+            _repeat_into_window(decay, weight, rule.window) for decay in (read_decay, (end - u).exp()[..., None, :])
         )  # [.., C, E], [.., 1, E]
         read_v, read_s = (scores * read_mask) @ v, read_u.exp()[..., None] * q
         write_v, write_s = end_mask.transpose(-1, -2) * v, None
@@ -152,9 +147,7 @@ def _per_channel(
         z = torch.stack(solved, 1)
     else:
         z = eta * v
-        found, final = _carry(
-            lambda s, decay, written: decay * s + written, (decay, x_t @ (to_end * z)), memory, grid
-        )
+        found, final = _carry(lambda s, decay, written: decay * s + written, (decay, x_t @ (to_end * z)), memory, grid)
 
     read_u, diagonal = (u_before, -1) if rule.timing == "read_before_write" else (u, 0)
     inside = (q @ x_t).tril(diagonal) @ (from_middle * z)
@@ -193,16 +186,14 @@ class _UnitLowerInverse(torch.autograd.Function):
 
 def _diagonal_blocks(matrix: Tensor, block: int) -> Tensor:
     """[..., M / block, block, block], a copy of the blocks on the diagonal."""
-    return torch.stack(
-        [matrix[..., i : i + block, i : i + block] for i in range(0, matrix.shape[-1], block)], -3
-    )
+    return torch.stack([matrix[..., i : i + block, i : i + block] for i in range(0, matrix.shape[-1], block)], -3)
 
 
 class _PerChannelSolve(torch.autograd.Function):
     """z_i = eta_i (r_i - a_i sum_{s<i} G_is b_s z_s) down the rows, elementwise in the channel (paper, F.2).
 
-    The adjoint is the transposed substitution: with h_i the sum, its cotangent is -eta_i a_i times that of z_i, and flows
-    to earlier rows through G'.
+    The adjoint is the transposed substitution: with h_i the sum, its cotangent is -eta_i a_i times that of z_i, and
+    flows to earlier rows through G'.
     """
 
     @staticmethod
@@ -311,9 +302,7 @@ def _without_ones(output: Tensor, state: FalconState, rule: Rule) -> tuple[Tenso
     channels = output.shape[-1] // 2 if rule.per_channel else output.shape[-1] - 1
     output = output[..., :channels] / (output[..., channels:] + rule.read_epsilon)
     memory, normalizer = state.memory[..., :channels], state.memory[..., channels:]
-    return output, state._replace(
-        memory=memory, normalizer=normalizer if rule.per_channel else normalizer[..., 0]
-    )
+    return output, state._replace(memory=memory, normalizer=normalizer if rule.per_channel else normalizer[..., 0])
 
 
 def _chunk_length(rule: Rule, length: int) -> int:

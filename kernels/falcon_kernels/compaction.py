@@ -23,7 +23,7 @@ class Compaction(NamedTuple):
         return torch.where(self._like(moved), moved, 0)
 
     def scatter(self, rows: Tensor) -> Tensor:
-        """[B, T, ...] compact rows back to the batch, 0 at its padding whatever stood after the last token."""
+        """[B, T, ...] compact rows back to the batch, 0 at its padding whatever stood past the tokens."""
         chosen = torch.where(self._like(rows), rows, 0).flatten(0, 1)
         return torch.zeros_like(chosen).index_copy(0, self._places(), chosen).view(rows.shape)
 

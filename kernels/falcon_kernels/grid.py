@@ -52,9 +52,7 @@ class Grid(NamedTuple):
         sequence = (torch.searchsorted(chunk_bounds, number, right=True) - 1).clamp_max(len(lengths) - 1)
         token = torch.arange(length, device=bounds.device)
         owner = torch.searchsorted(bounds, token, right=True) - 1
-        position = (number - chunk_bounds[sequence])[:, None] * chunk + torch.arange(
-            chunk, device=bounds.device
-        )
+        position = (number - chunk_bounds[sequence])[:, None] * chunk + torch.arange(chunk, device=bounds.device)
         return cls(
             chunk=chunk,
             valid=(position < lengths[sequence][:, None])[None],
@@ -89,9 +87,7 @@ class Grid(NamedTuple):
         if self.sequence is None:
             return torch.cat([initial[:, None], left[:, :-1]], 1)
         before = torch.cat([torch.zeros_like(left[:, :1]), left[:, :-1]], 1)
-        return torch.where(
-            self.first.view(*self.first.shape, *(1,) * (left.dim() - 2)), initial[self.sequence], before
-        )
+        return torch.where(self.first.view(*self.first.shape, *(1,) * (left.dim() - 2)), initial[self.sequence], before)
 
     def enter(self, number: int, left: Tensor, initial: Tensor) -> Tensor:
         """What chunk `number` finds [R, ...], of what the chunk before it left and what its sequence began with."""
@@ -110,17 +106,13 @@ class Grid(NamedTuple):
         empty = (self.length == 0).view(-1, *(1,) * (after.dim() - 2))
         return torch.where(empty, initial, after[row, last])
 
-    def final_state(
-        self, k: Tensor | None, x: Tensor, v: Tensor, pair: Tensor, initial: FalconState
-    ) -> FalconState:
+    def final_state(self, k: Tensor | None, x: Tensor, v: Tensor, pair: Tensor, initial: FalconState) -> FalconState:
         """`initial` with previous key and tail moved to the end of each sequence; from [R, N, C, ...] tensors."""
         state = initial
         row = self._row()[:, None]
         if initial.previous_key is not None:
             key = self._last(k, row, initial.previous_key[:, None])[:, 0]
-            state = state._replace(
-                previous_key=key, previous_valid=initial.previous_valid | (self.length > 0)
-            )
+            state = state._replace(previous_key=key, previous_valid=initial.previous_valid | (self.length > 0))
         if initial.tail_x is not None:
             state = state._replace(
                 tail_x=self._last(x, row, initial.tail_x),
@@ -139,9 +131,7 @@ class Grid(NamedTuple):
         n = before.shape[1]
         position = self.length[:, None] - n + torch.arange(n, device=self.length.device)
         trailing = (1,) * (before.dim() - 2)
-        kept = (
-            torch.arange(n, device=row.device) + self.length[:, None]
-        )  # place in `before` while that still reaches
+        kept = torch.arange(n, device=row.device) + self.length[:, None]  # place in `before` while that still reaches
         old = before.gather(1, kept.clamp_max(n - 1).view(-1, n, *trailing).expand_as(before))
         new = laid.flatten(1, 2)[row, self.start[:, None] + position.clamp_min(0)]
         return torch.where((position < 0).view(-1, n, *trailing), old, new.to(before.dtype))

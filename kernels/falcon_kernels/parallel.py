@@ -29,9 +29,7 @@ def attention(
         pair = torch.cat([state.previous_valid[:, None], pair[:, 1:]], 1)
     active = pair[:, None]
     if rule.window > 1:
-        x, v, pair = (
-            torch.cat(two, 1) for two in ((state.tail_x, x), (state.tail_v, v), (state.tail_valid, pair))
-        )
+        x, v, pair = (torch.cat(two, 1) for two in ((state.tail_x, x), (state.tail_v, v), (state.tail_valid, pair)))
     x, v = (torch.where(pair[..., None, None], t, 0).transpose(1, 2) for t in (x, v))
     q, gain = q.transpose(1, 2), gain.transpose(1, 2)
     ridge = None if ridge is None else ridge.transpose(1, 2)
@@ -43,9 +41,7 @@ def attention(
     weight = (eta / count[..., None]).transpose(-1, -2)  # [B, H, V or 1, T]
     u = log_decay.transpose(-1, -2).cumsum(-1)
 
-    member = (
-        torch.arange(length)[:, None] + torch.arange(rule.window)
-    ).flatten()  # pair of each unknown (s, j)
+    member = (torch.arange(length)[:, None] + torch.arange(rule.window)).flatten()  # pair of each unknown (s, j)
     step = torch.arange(length).repeat_interleave(rule.window)  # its step s
     u_before = pad(u[..., :-1], (1, 0))
     read_u = u_before if rule.timing == "read_before_write" else u

@@ -1,5 +1,7 @@
 """The recurrence as it is written: one token at a time, any dtype, differentiable. All else is tested against it."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -33,9 +35,7 @@ def step(
     wide = accumulation_dtype(v.dtype)
     dtype = v.dtype
     token = torch.ones(q.shape[0], dtype=torch.bool, device=q.device) if mask is None else mask
-    q, k, v, gain, ridge = (
-        None if t is None else torch.where(_like(token, t), t, 0) for t in (q, k, v, gain, ridge)
-    )
+    q, k, v, gain, ridge = (None if t is None else torch.where(_like(token, t), t, 0) for t in (q, k, v, gain, ridge))
 
     x, valid = (state.previous_key, token & state.previous_valid) if rule.shifted else (k, token)
     pair_x, pair_v = torch.where(_like(valid, x), x, 0), torch.where(_like(valid, v), v, 0)
@@ -44,12 +44,8 @@ def step(
         window_x = torch.cat([state.tail_x, window_x], 1)
         window_v = torch.cat([state.tail_v, window_v], 1)
         window_valid = torch.cat([state.tail_valid, window_valid], 1)
-    window_x = (
-        torch.where(_like(window_valid, window_x), window_x, 0).to(wide).transpose(1, 2)
-    )  # [B, H, W, K]
-    window_v = (
-        torch.where(_like(window_valid, window_v), window_v, 0).to(wide).transpose(1, 2)
-    )  # [B, H, W, V]
+    window_x = torch.where(_like(window_valid, window_x), window_x, 0).to(wide).transpose(1, 2)  # [B, H, W, K]
+    window_v = torch.where(_like(window_valid, window_v), window_v, 0).to(wide).transpose(1, 2)  # [B, H, W, V]
     count = window_valid.sum(1).clamp_min(1)[:, None, None].to(wide)  # [B, 1, 1]
 
     eta, log_decay = step_and_log_decay(
@@ -91,9 +87,7 @@ def step(
         )
     if mask is not None:
         pairs = zip(after, state, strict=True)
-        after = FalconState(
-            *(None if new is None else torch.where(_like(token, new), new, old) for new, old in pairs)
-        )
+        after = FalconState(*(None if new is None else torch.where(_like(token, new), new, old) for new, old in pairs))
         output = torch.where(_like(token, output), output, 0)
     return output.to(dtype), after
 
@@ -109,11 +103,11 @@ def attention(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, FalconState]:
-    """The loop over `step`. Arguments and results as in `falcon_attention`, with the state always given and returned."""
+    """The loop over `step`; arguments and results as in `falcon_attention`, the state always given and returned."""
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         outputs, states = [], []
-        for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for n, (start, end) in enumerate(pairwise(bounds)):
             document = [None if t is None else t[:, start:end] for t in (q, k, v, gain, ridge)]
             output, after = attention(*document, state.map(lambda t, n=n: t[n : n + 1]), rule)
             outputs.append(output)
@@ -121,10 +115,11 @@ def attention(
         joined = (None if parts[0] is None else torch.cat(parts) for parts in zip(*states, strict=True))
         return torch.cat(outputs, 1), FalconState(*joined)
 
+    nothing = [None] * q.shape[1]
+    columns = (nothing if t is None else t.unbind(1) for t in (q, k, v, gain, ridge, mask))
     outputs = []
-    for t in range(q.shape[1]):
-        token = [None if a is None else a[:, t] for a in (q, k, v, gain, ridge)]
-        output, state = step(*token, state, rule, None if mask is None else mask[:, t])
+    for *token, present in zip(*columns, strict=True):
+        output, state = step(*token, state, rule, present)
         outputs.append(output)
     return torch.stack(outputs, 1) if outputs else torch.zeros_like(v), state
 

@@ -86,14 +86,13 @@ class Rule:
             raise ValueError(f"window is {self.window!r}; it must be a whole number of at least 1.")
         if self.window > 1 and not self.sliding:
             raise ValueError(
-                f"window is {self.window}, but {self.name} writes one pair at a time; leave it out or use falcon_3 or falcon_3a."
+                f"window is {self.window}, but {self.name} writes one pair at a time; "
+                "leave it out or use falcon_3 or falcon_3a."
             )
         if self.detach_energy is None:
             object.__setattr__(self, "detach_energy", self.sliding)
         if self.smoothness is None and self.name == "falcon_3":
-            object.__setattr__(
-                self, "smoothness", "exact" if self.window <= LARGEST_EXACT_WINDOW else "bound"
-            )
+            object.__setattr__(self, "smoothness", "exact" if self.window <= LARGEST_EXACT_WINDOW else "bound")
         if self.smoothness is not None:
             _check_choice("smoothness", self.smoothness)
             if self.name != "falcon_3":
@@ -102,7 +101,8 @@ class Rule:
                 )
         if self.normalized_read and self.residual:
             raise ValueError(
-                f"normalized_read is True, but {self.name} is a regression rule; it needs falcon_1a, falcon_2a or falcon_3a."
+                f"normalized_read is True, but {self.name} is a regression rule; "
+                "it needs falcon_1a, falcon_2a or falcon_3a."
             )
         if not self.epsilon >= 0:
             raise ValueError(f"epsilon is {self.epsilon}; it must be at least 0.")
@@ -112,7 +112,8 @@ class Rule:
             raise ValueError(f"decay_floor is {self.decay_floor}; it must lie between 0 and 1.")
         if self.per_channel and self.decay_floor < SMALLEST_PER_CHANNEL_DECAY:
             raise ValueError(
-                f"decay_floor is {self.decay_floor}; for {self.name} it must be at least exp(-5) = {SMALLEST_PER_CHANNEL_DECAY:.5f}."
+                f"decay_floor is {self.decay_floor}; for {self.name} it must be at least exp(-5), "
+                f"about {SMALLEST_PER_CHANNEL_DECAY:.5f}."
             )
 
     @property

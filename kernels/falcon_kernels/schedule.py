@@ -30,7 +30,7 @@ def energy(x: Tensor, count: Tensor, rule: Rule) -> Tensor:
 def step_and_log_decay(
     energy: Tensor, gain: Tensor, ridge: Tensor | None, active: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor]:
-    """Step size eta and log gamma of each step (SPEC of the rule in the README of this folder; paper, section 3.1).
+    """Step size eta and log gamma of each step (paper, section 3.1).
 
     Args:
         energy: [...] statistic E.
@@ -68,9 +68,7 @@ def _window_gram(x: Tensor, window: int) -> Tensor:
     lagged = [(x[..., : x.shape[-2] - lag, :] * x[..., lag:, :]).sum(-1) for lag in range(window)]
     rows = []
     for a in range(window):
-        rows.append(
-            torch.stack([lagged[abs(a - b)][..., min(a, b) : min(a, b) + n] for b in range(window)], -1)
-        )
+        rows.append(torch.stack([lagged[abs(a - b)][..., min(a, b) : min(a, b) + n] for b in range(window)], -1))
     return torch.stack(rows, -2)
 
 

@@ -47,9 +47,7 @@ class FalconState(NamedTuple):
         tail = rule.window - 1
         normalizer = None
         if rule.normalized_read:
-            normalizer = torch.zeros(
-                batch, heads, key_dim, *([value_dim] if rule.per_channel else []), **wide
-            )
+            normalizer = torch.zeros(batch, heads, key_dim, *([value_dim] if rule.per_channel else []), **wide)
         return cls(
             memory=torch.zeros(batch, heads, key_dim, value_dim, **wide),
             previous_key=torch.zeros(batch, heads, key_dim, **narrow) if rule.shifted else None,

@@ -1,0 +1,689 @@
+"""Falcon fast-weight language models: the mixer, usable alone, and the model around it."""
+
+import math
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from falcon_kernels import FalconState, falcon_attention, falcon_step
+from falcon_kernels.compaction import Compaction, compaction
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from .cache_falcon_fast_weight import CACHE_NAME, falcon_cache, fit_cache, layer_state
+from .configuration_falcon_fast_weight import FalconFastWeightConfig
+
+SHORTEST_MEMORY, LONGEST_MEMORY = 8, 1024
+
+
+class ShortConvolution(nn.Module):
+    """Causal convolution of each channel with itself, then SiLU. The last weight is the token's own."""
+
+    def __init__(self, channels: int, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.weight.shape[1] ** -0.5
+        init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor, window: Tensor, age: Tensor | None = None) -> Tensor:
+        """[B, T, C] to the same shape.
+
+        Args:
+            x: [B, T, C].
+            window: [B, size - 1, C], the tokens before x, 0 where there were none.
+            age: [T], for packed documents the index of each token in its own, beyond which it sees nothing.
+        """
+        size, length = self.weight.shape[1], x.shape[1]
+        context = torch.cat([window.to(x.dtype), x], 1)
+        total = x * self.weight[:, -1]
+        for back in range(1, size):
+            earlier = context[:, size - 1 - back : size - 1 - back + length]
+            if age is not None:
+                earlier = torch.where((age >= back)[:, None], earlier, 0)
+            total = total + earlier * self.weight[:, -1 - back]
+        return F.silu(total).to(x.dtype)
+
+
+class FalconFastWeightAttention(nn.Module):
+    """Fast-weight attention as a layer: [B, T, hidden_size] to the same shape, causal, its state of one size.
+
+    It needs no other part of the model around it:
+
+    ```python
+    config = FalconFastWeightConfig(hidden_size=256, num_attention_heads=4, rule="falcon_1")
+    mixer = FalconFastWeightAttention(config)
+    y = mixer(x)  # whole sequences, [B, T, 256]
+
+    cache = falcon_cache(config)  # or token by token
+    for t in range(x.shape[1]):
+        y_t = mixer(x[:, t : t + 1], cache=cache)
+    ```
+
+    Args:
+        config: sizes and rule.
+        layer_idx: the layer's place in a cache.
+    """
+
+    def __init__(self, config: FalconFastWeightConfig, layer_idx: int = 0):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.rule = config.rule_object
+        self.num_heads, self.head_dim, self.value_dim = (
+            config.num_attention_heads,
+            config.head_dim,
+            config.value_head_dim,
+        )
+        key_channels, value_channels = self.num_heads * self.head_dim, self.num_heads * self.value_dim
+        self.q_proj = nn.Linear(config.hidden_size, key_channels, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_channels, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, value_channels, bias=False)
+        # Biases apart from their projections, so that they are added in fp32 whatever the model's dtype.
+        gains = value_channels if self.rule.per_channel else self.num_heads
+        self.gain_proj = nn.Linear(config.hidden_size, gains, bias=False)
+        self.gain_bias = nn.Parameter(torch.empty(gains))
+        self.ridge_proj, self.ridge_bias = None, None
+        if self.rule.ridge != "none":
+            self.ridge_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
+            self.ridge_bias = nn.Parameter(torch.empty(self.num_heads))
+        self.g_proj = (
+            nn.Linear(config.hidden_size, value_channels, bias=False) if config.output_gate else None
+        )
+        self.q_conv = ShortConvolution(key_channels, config.conv_size) if config.conv_size else None
+        self.k_conv = ShortConvolution(key_channels, config.conv_size) if config.conv_size else None
+        self.v_conv = ShortConvolution(value_channels, config.conv_size) if config.conv_size else None
+        self.o_norm = nn.RMSNorm(self.value_dim, eps=config.rms_norm_eps)
+        self.o_proj = nn.Linear(value_channels, config.hidden_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets gains to the middle of their range and spreads the memory lengths of the heads."""
+        init.zeros_(self.gain_bias)
+        if self.ridge_bias is not None:
+            init.copy_(self.ridge_bias, initial_ridge_bias(self.config))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | Compaction | None = None,
+        cache: Cache | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """[B, T, hidden_size] to the same shape, 0 at padding.
+
+        Args:
+            hidden_states: [B, T, hidden_size].
+            attention_mask: [B, T], 0 or False where there is no token, or the compaction made from it.
+            cache: from `falcon_cache` or transformers; read and updated. No gradient passes through it.
+            cu_seqlens: [N + 1] bounds of documents packed into the B * T places, from 0 to B * T.
+        """
+        shape = hidden_states.shape
+        rows = compaction(attention_mask) if isinstance(attention_mask, Tensor) else attention_mask
+        age = None
+        if cu_seqlens is not None:
+            if rows is not None or cache is not None:
+                raise ValueError(
+                    "cu_seqlens is given with attention_mask or cache; packed documents have neither."
+                )
+            hidden_states = hidden_states.reshape(1, -1, shape[-1])
+            age = _index_in_document(cu_seqlens, hidden_states.shape[1])
+        if rows is not None:
+            hidden_states = rows.gather(hidden_states)
+        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        gain, ridge = self._gain(hidden_states), self._ridge(hidden_states)
+
+        slot = None if cache is None else layer_state(cache, self.layer_idx, self.config)
+        if slot is not None and not slot.is_initialized:
+            slot.lazy_initialization(*self._empty(q.shape[0], v))
+        q, k, v, window = self._convolve(q, k, v, slot, rows, age)
+        q = self._features(q.unflatten(-1, (self.num_heads, self.head_dim)))
+        k = self._features(k.unflatten(-1, (self.num_heads, self.head_dim)))
+        v = _normalize(
+            v.unflatten(-1, (self.num_heads, self.value_dim)),
+            self.config.value_norm,
+            self.config.rms_norm_eps,
+        )
+
+        mask = None if rows is None else rows.mask
+        needs_grad = torch.is_grad_enabled() and v.requires_grad
+        if slot is not None and q.shape[1] == 1 and not needs_grad:
+            inputs = (None if t is None else t[:, 0] for t in (q, k, v, gain, ridge))
+            out, state = falcon_step(
+                *inputs, slot.state, rule=self.rule, mask=None if mask is None else mask[:, 0]
+            )
+            out = out[:, None]
+        else:
+            before = None if slot is None else slot.state
+            if before is not None and needs_grad:
+                before = before.map(torch.clone)
+            out, state = falcon_attention(
+                q,
+                k,
+                v,
+                gain,
+                ridge,
+                rule=self.rule,
+                initial_state=before,
+                output_final_state=slot is not None,
+                mask=mask,
+                cu_seqlens=cu_seqlens,
+            )
+        if slot is not None:
+            slot.update(state, window, q.shape[1])
+
+        if self.config.read_scale != 1:
+            out = out * self.config.read_scale
+        out = self.o_norm(out.to(self.o_norm.weight.dtype)).to(v.dtype).flatten(-2)
+        if self.g_proj is not None:
+            out = out * F.silu(self.g_proj(hidden_states))
+        out = self.o_proj(out)
+        if rows is not None:
+            out = rows.scatter(out)
+        return out.view(shape)
+
+    def _gain(self, hidden_states: Tensor) -> Tensor:
+        """[B, T, H] or [B, T, H, V] gain in [0, 2], or step size in [0, step_size_max], at least in fp32."""
+        largest = 2.0 if self.rule.step_size == "gain" else self.config.step_size_max
+        gain = largest * torch.sigmoid(_wide(self.gain_proj(hidden_states)) + _wide(self.gain_bias))
+        return gain.unflatten(-1, (self.num_heads, self.value_dim)) if self.rule.per_channel else gain
+
+    def _ridge(self, hidden_states: Tensor) -> Tensor | None:
+        """[B, T, H] ridge in [0, ridge_scale], at least in fp32."""
+        if self.ridge_proj is None:
+            return None
+        logits = _wide(self.ridge_proj(hidden_states)) + _wide(self.ridge_bias)
+        return self.config.ridge_scale * torch.sigmoid(logits)
+
+    def _features(self, x: Tensor) -> Tensor:
+        x = _normalize(x, self.config.qk_norm, self.config.rms_norm_eps)
+        return FEATURE_MAPS[self.config.feature_map](x)
+
+    def _convolve(
+        self, q: Tensor, k: Tensor, v: Tensor, slot, rows: Compaction | None, age: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k and v after their convolutions, and the window for the next tokens where there is a cache."""
+        if self.q_conv is None:
+            return q, k, v, None
+        before = self._empty_window(q.shape[0], v) if slot is None else slot.conv_window
+        parts = before.split([q.shape[-1], k.shape[-1], v.shape[-1]], -1)
+        window = None
+        if slot is not None:
+            tokens = torch.cat([before.to(v.dtype), torch.cat([q, k, v], -1)], 1)
+            window = _last_tokens(tokens, before.shape[1], rows)
+        convolved = (
+            convolution(x, part, age)
+            for convolution, x, part in zip(
+                (self.q_conv, self.k_conv, self.v_conv), (q, k, v), parts, strict=True
+            )
+        )
+        return (*convolved, window)
+
+    def _empty(self, batch: int, like: Tensor) -> tuple[FalconState, Tensor | None]:
+        state = FalconState.zeros(
+            self.rule,
+            batch,
+            self.num_heads,
+            self.head_dim,
+            self.value_dim,
+            dtype=like.dtype,
+            device=like.device,
+        )
+        return state, self._empty_window(batch, like) if self.config.conv_size else None
+
+    def _empty_window(self, batch: int, like: Tensor) -> Tensor:
+        channels = self.num_heads * (2 * self.head_dim + self.value_dim)
+        return like.new_zeros(batch, self.config.conv_size - 1, channels)
+
+
+def initial_ridge_bias(config: FalconFastWeightConfig) -> Tensor:
+    """[H] biases under which the heads forget over geometrically spaced lengths when training begins.
+
+    A memory of n tokens forgets the fraction alpha = 1 / n at each token. With a gain of 1 (its middle) and a
+    ridge lambda, alpha = lambda / (E + lambda); with a direct step size eta, alpha = eta lambda. A ridge that
+    is scale-coupled is lambda / E. Where a ridge cannot grow enough for the shortest memory, lengths start at
+    what it can.
+    """
+    energy = _expected_energy(config)
+    unit = energy if config.ridge == "scale_coupled" else 1.0
+    largest = 0.9 * config.ridge_scale * unit
+    if config.step_size == "gain":
+        shortest = max(SHORTEST_MEMORY, (energy + largest) / largest)
+    else:
+        shortest = max(SHORTEST_MEMORY, 2 / (config.step_size_max * largest))
+    longest = max(LONGEST_MEMORY, shortest)
+    steps = torch.linspace(0, 1, config.num_attention_heads, dtype=torch.float64, device="cpu")
+    alpha = 1 / (shortest * (longest / shortest) ** steps)
+    ridge = energy * alpha / (1 - alpha) if config.step_size == "gain" else 2 * alpha / config.step_size_max
+    return torch.logit(ridge / (unit * config.ridge_scale)).float()
+
+
+def _expected_energy(config: FalconFastWeightConfig) -> float:
+    """Energy of the keys of a head when they are independent and normal before the feature map."""
+    size = config.head_dim
+    quantiles = (torch.arange(1024, dtype=torch.float64, device="cpu") + 0.5) / 1024
+    normal = torch.special.ndtri(quantiles) * (size**-0.5 if config.qk_norm == "l2" else 1.0)
+    feature = FEATURE_MAPS[config.feature_map](normal)
+    common, varying = size * feature.mean().item() ** 2, size * feature.var(correction=0).item()
+    if config.rule == "falcon_3":
+        varying *= min(1.0, (1 + math.sqrt(config.window_size / size)) ** 2 / config.window_size)
+    return common + varying
+
+
+FEATURE_MAPS = {
+    "identity": lambda x: x,
+    "relu": F.relu,
+    "elu_plus_one": lambda x: F.elu(x) + 1,
+    "softplus": F.softplus,
+}
+
+
+def _normalize(x: Tensor, norm: str, epsilon: float) -> Tensor:
+    if norm == "none":
+        return x
+    squares = _wide(x).square()
+    size = squares.mean(-1, keepdim=True) if norm == "rms" else squares.sum(-1, keepdim=True)
+    return (_wide(x) * torch.rsqrt(size + epsilon)).to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _last_tokens(tokens: Tensor, count: int, rows: Compaction | None) -> Tensor:
+    """[B, count, C], the last tokens of [B, count + T, C], of which the first `count` are older ones."""
+    if rows is None:
+        return tokens[:, tokens.shape[1] - count :]
+    places = rows.lengths[:, None] + torch.arange(count, device=tokens.device)
+    return tokens.take_along_dim(places[..., None], 1)
+
+
+def _index_in_document(cu_seqlens: Tensor, length: int) -> Tensor:
+    """[T] index of each token in its own document."""
+    places = torch.arange(length, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens, places, right=True) - 1
+    return places - cu_seqlens[document]
+
+
+class FalconFastWeightDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: FalconFastWeightConfig, layer_idx: int):
+        super().__init__()
+        self.layer_type = config.layer_types[layer_idx]
+        if self.layer_type == "linear_attention":
+            self.linear_attn = FalconFastWeightAttention(config, layer_idx)
+        else:
+            self.self_attn = LlamaAttention(config, layer_idx)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask=None, cu_seqlens: Tensor | None = None, **kwargs
+    ) -> Tensor:
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        if self.layer_type == "linear_attention":
+            hidden_states = self.linear_attn(
+                hidden_states, attention_mask, kwargs.get(CACHE_NAME), cu_seqlens
+            )
+        else:
+            hidden_states, _ = self.self_attn(
+                hidden_states=hidden_states, attention_mask=attention_mask, **kwargs
+            )
+        hidden_states = residual + hidden_states
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class FalconFastWeightPreTrainedModel(PreTrainedModel):
+    config: FalconFastWeightConfig
+    config_class = FalconFastWeightConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar = ["FalconFastWeightDecoderLayer"]
+    _skip_keys_device_placement: ClassVar = ["past_key_values", "cache"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _is_stateful = True
+    _can_record_outputs: ClassVar = {
+        "hidden_states": FalconFastWeightDecoderLayer,
+        "attentions": LlamaAttention,
+    }
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, (FalconFastWeightAttention, ShortConvolution)):
+            module.reset_parameters()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info=False, **kwargs):
+        """As in transformers, but weights that are missing or that nothing takes are an error.
+
+        Only the head may be new, or be dropped, where the checkpoint is that of a model with another head.
+        """
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+        )
+        same_head = cls.__name__ in (model.config.architectures or [cls.__name__])
+        for names, what in ((info["missing_keys"], "lacks"), (info["unexpected_keys"], "has")):
+            wrong = sorted(name for name in names if same_head or not _in_head(name))
+            if wrong:
+                shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+                needed = "needs" if what == "lacks" else "does not know"
+                raise ValueError(
+                    f"checkpoint {str(pretrained_model_name_or_path)!r} {what} {shown}, which "
+                    f"{cls.__name__} with this config {needed}."
+                )
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory, *args, **kwargs) -> None:
+        """As in transformers, but an interrupted save leaves an older checkpoint in the folder as it was.
+
+        All files are written beside the folder and moved into it when they are complete.
+        """
+        target = Path(save_directory)
+        if kwargs.get("distributed_checkpoint"):
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        target.mkdir(parents=True, exist_ok=True)
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", target.resolve().name)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{target.resolve().name}-", dir=target.resolve().parent
+        ) as written:
+            super().save_pretrained(written, *args, **kwargs)
+            _move_checkpoint(Path(written), target, kwargs.get("variant"))
+
+
+def _in_head(name: str) -> bool:
+    return name.split(".")[0] in ("lm_head", "score")
+
+
+def _move_checkpoint(written: Path, target: Path, variant: str | None) -> None:
+    """Moves the files of a complete checkpoint into `target` and drops the weights there that it replaces."""
+    infix = f".{re.escape(variant)}" if variant else ""
+    weights = re.compile(rf"model{infix}(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index{infix}\.json")
+    names = {path.name for path in written.iterdir()}
+    stale = [path for path in target.iterdir() if weights.fullmatch(path.name) and path.name not in names]
+    for name in sorted(names, key=lambda name: (not weights.fullmatch(name), name)):
+        if (written / name).is_dir():
+            shutil.copytree(written / name, target / name, dirs_exist_ok=True)
+        else:
+            os.replace(written / name, target / name)
+    if any(weights.fullmatch(name) for name in names):
+        for path in stale:
+            path.unlink()
+
+
+class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
+    """The layers of the language model, from tokens to hidden states."""
+
+    def __init__(self, config: FalconFastWeightConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            FalconFastWeightDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config) if "full_attention" in config.layer_types else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states of each token.
+
+        Args:
+            input_ids: [B, T]; or `inputs_embeds` [B, T, hidden_size].
+            attention_mask: [B, T], or [B, past + T] with a cache: 0 where there is no token, anywhere.
+            position_ids: [B, T], for full_attention layers; without mask and cache, each 0 begins a document.
+            cache: state to go on from, updated in place; `past_key_values` is another name for it.
+            use_cache: whether to return a cache; by default config.use_cache outside training.
+            cu_seq_lens_q: [N + 1] bounds of documents packed into one row.
+        """
+        cache = _one_cache(cache, past_key_values)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids and inputs_embeds are both given or both missing; give one of them.")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        length = inputs_embeds.shape[1]
+        checkpointing = self.gradient_checkpointing and self.training
+        if cache is not None and checkpointing and (torch.is_grad_enabled() or CACHE_NAME != "cache"):
+            raise ValueError(
+                "cache is given, but gradient checkpointing is on; call model.eval() or turn it off."
+            )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+
+        cu_seqlens = _document_bounds(
+            kwargs.get("cu_seq_lens_q"), position_ids, attention_mask, cache, inputs_embeds
+        )
+        if cu_seqlens is not None:
+            use_cache = False
+            if position_ids is None:
+                position_ids = _index_in_document(cu_seqlens, length)[None]
+        if use_cache and cache is None and not checkpointing:
+            cache = falcon_cache(self.config)
+        if cache is not None:
+            fit_cache(cache, self.config)
+        position_embeddings = None
+        if self.rotary_emb is not None:
+            if position_ids is None:
+                past = 0 if cache is None else cache.get_seq_length()
+                position_ids = torch.arange(length, device=inputs_embeds.device)[None] + past
+            position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
+
+        masks = attention_mask
+        if not isinstance(masks, dict):
+            masks = _masks_by_layer_type(self.config, inputs_embeds, attention_mask, cache, position_ids)
+        rows = _padding(masks.get("linear_attention"), inputs_embeds)
+        if rows is not None:
+            tokens = masks["linear_attention"].bool()[..., None]
+            inputs_embeds = torch.where(tokens, inputs_embeds, 0)
+
+        hidden_states = inputs_embeds
+        for layer in self.layers[: self.config.num_hidden_layers]:
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=rows if layer.layer_type == "linear_attention" else masks["full_attention"],
+                cu_seqlens=cu_seqlens,
+                position_ids=position_ids,
+                position_embeddings=position_embeddings,
+                **{CACHE_NAME: cache},
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
+
+
+def _one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
+    if cache is not None and past_key_values is not None and cache is not past_key_values:
+        raise ValueError(
+            "cache and past_key_values are both given and differ; they are two names of one argument."
+        )
+    return past_key_values if cache is None else cache
+
+
+def _masks_by_layer_type(
+    config, inputs_embeds, attention_mask, cache, position_ids
+) -> dict[str, Tensor | None]:
+    """[B, T] mask of the present tokens for fast-weight layers, a causal mask for attention layers."""
+    length = inputs_embeds.shape[1]
+    if attention_mask is not None and (attention_mask.dim() != 2 or attention_mask.shape[1] < length):
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)}; it must be [B, T], or "
+            f"[B, past + T] with a cache, for T = {length}."
+        )
+    masks = {"linear_attention": None if attention_mask is None else attention_mask[:, -length:]}
+    if "full_attention" in config.layer_types:
+        masks["full_attention"] = create_causal_mask(
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            layer_idx=config.layer_types.index("full_attention"),
+            **{CACHE_NAME: cache},
+        )
+    return masks
+
+
+def _padding(mask: Tensor | None, inputs_embeds: Tensor) -> Compaction | None:
+    """How to close up the padding; None where there is known to be none. The host reads CPU tensors only."""
+    if mask is None or (mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.all())):
+        return None
+    return compaction(mask.to(inputs_embeds.device))
+
+
+def _document_bounds(cu_seq_lens, position_ids, attention_mask, cache, inputs_embeds) -> Tensor | None:
+    """[N + 1] bounds of packed documents, as the collators of transformers and TRL send them, or None."""
+    batch, length = inputs_embeds.shape[:2]
+    if cu_seq_lens is not None:
+        if batch != 1 or attention_mask is not None or cache is not None:
+            raise ValueError(
+                f"cu_seq_lens_q is given for batch size {batch}, or with attention_mask or cache; packed "
+                "documents lie in one row without either."
+            )
+        return cu_seq_lens
+    if position_ids is None or attention_mask is not None or cache is not None:
+        return None
+    first = position_ids.expand(batch, -1) == 0
+    first = torch.cat([torch.ones_like(first[:, :1]), first[:, 1:]], 1)
+    starts = first.flatten().nonzero()[:, 0]
+    if starts.shape[0] == batch:
+        return None
+    return torch.cat([starts, starts.new_tensor([batch * length])])
+
+
+class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMixin):
+    """The language model: hidden states and a head that predicts the next token."""
+
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan: ClassVar = {"lm_head": "colwise_gather_output"}
+    _pp_plan: ClassVar = {"lm_head": (["hidden_states"], ["logits"])}
+
+    def __init__(self, config: FalconFastWeightConfig):
+        super().__init__(config)
+        self.model = FalconFastWeightModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the next token at each place, and the loss where labels are given.
+
+        Args:
+            labels: [B, T], the tokens themselves (shifted in here), -100 where there is nothing to learn.
+            logits_to_keep: places to compute logits for: the last so many, indices [P] or [B, P], or a mask.
+            others: as in `FalconFastWeightModel.forward`.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=_one_cache(cache, past_key_values),
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(_kept(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **{CACHE_NAME: outputs.get(CACHE_NAME)},
+        )
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        given = _one_cache(model_kwargs.pop("cache", None), model_kwargs.pop("past_key_values", None))
+        if given is not None:
+            model_kwargs[CACHE_NAME] = given
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if isinstance(model_kwargs.get(CACHE_NAME), Cache):
+            fit_cache(model_kwargs[CACHE_NAME], self.config)
+
+    @staticmethod
+    def create_masks_for_generate(
+        config, inputs_embeds, attention_mask, cache=None, past_key_values=None, position_ids=None, **kwargs
+    ):
+        """The masks of a forward pass by layer type; unlike in transformers, a single token keeps its own."""
+        return _masks_by_layer_type(
+            config, inputs_embeds, attention_mask, _one_cache(cache, past_key_values), position_ids
+        )
+
+
+def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, -logits_to_keep:]
+    if logits_to_keep.dtype == torch.bool:
+        return hidden_states[logits_to_keep]
+    if logits_to_keep.dim() == 1:
+        return hidden_states[:, logits_to_keep]
+    return hidden_states.take_along_dim(logits_to_keep[..., None], 1)
+
+
+class FalconFastWeightForSequenceClassification(
+    GenericForSequenceClassification, FalconFastWeightPreTrainedModel
+):
+    """The layers with a linear classifier on the last token."""
+
+
+class FalconFastWeightForTokenClassification(GenericForTokenClassification, FalconFastWeightPreTrainedModel):
+    """The layers with a linear classifier on every token."""
+
+
+__all__ = [
+    "FalconFastWeightAttention",
+    "FalconFastWeightForCausalLM",
+    "FalconFastWeightForSequenceClassification",
+    "FalconFastWeightForTokenClassification",
+    "FalconFastWeightModel",
+    "FalconFastWeightPreTrainedModel",
+]

@@ -1,0 +1,317 @@
+"""The pretraining recipe: texts, token files, bits per byte, training, and going on after an interruption."""
+
+import importlib.util
+import json
+import lzma
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "pretrain.py"
+spec = importlib.util.spec_from_file_location("pretrain", SCRIPT)
+pretrain = importlib.util.module_from_spec(spec)
+sys.modules["pretrain"] = pretrain
+spec.loader.exec_module(pretrain)
+
+SHAPE = {
+    "hidden-size": 16,
+    "layers": 2,
+    "heads": 2,
+    "head-dim": 8,
+    "intermediate-size": 32,
+    "sequence-length": 16,
+}
+WORDS = [
+    "the",
+    "red",
+    "fox",
+    "sees",
+    "a",
+    "dog",
+    "and",
+    "small",
+    "birds",
+    "under",
+    "old",
+    "trees",
+    "at",
+    "12",
+]
+HARD_TEXTS = [
+    "Hello  world, it's 12345 and 3.14\n\n\tindented\r\nfour    spaces ",
+    " leading space",
+    "\n",
+    "日本語 \U0001f600 e\u0301 \u0000 \x1e \ufeff \u200b नमस्ते",
+    "this is not the end: <|endoftext|> is only a word",
+]
+
+
+def call(*arguments):
+    """Run a command of the recipe in this process."""
+    pretrain.app([str(argument) for argument in arguments], standalone_mode=False)
+
+
+def documents(count, seed):
+    """Texts with something to learn in them."""
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(5, 60))) + "." for _ in range(count)]
+
+
+def write_texts(path, texts):
+    data = "".join(text + "\n\x1e\n" for text in texts).encode()
+    path.write_bytes(lzma.compress(data) if path.suffix == ".xz" else data)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with a tokenizer and two token files, one of them packed."""
+    folder = tmp_path_factory.mktemp("data")
+    train = write_texts(folder / "train.txt.xz", documents(300, seed=1))
+    held = write_texts(folder / "held.txt", documents(10, seed=2))
+    call("tokenizer", train, "--output", folder / "tokenizer", "--vocab-size", 300)
+    call("tokenize", train, "--tokenizer", folder / "tokenizer", "--output", folder / "train.bin")
+    call("tokenize", held, "--tokenizer", folder / "tokenizer", "--output", folder / "held.bin.xz")
+    return folder
+
+
+def train(data, run, *more, model="transformer", tokens=16 * 8 * 12):
+    call(
+        *("train", data / "train.bin", "--tokenizer", data / "tokenizer", "--evaluate", data / "held.bin.xz"),
+        *("--output", run, "--model", model, "--tokens", tokens, "--batch-size", 8, "--log-every", 1),
+        *("--learning-rate", 1e-2, *(f"--{name}={value}" for name, value in SHAPE.items()), *more),
+    )
+    return json.loads((run / "model" / "metrics.json").read_text())
+
+
+def losses(run):
+    return [json.loads(line)["loss"] for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("text", HARD_TEXTS)
+def test_tokenizer_returns_every_text_unchanged(data, text):
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer.eos_token == tokenizer.bos_token == tokenizer.pad_token == "<|endoftext|>"
+
+
+def test_digits_stand_alone(data):
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer("12 12 1212").input_ids)
+    assert all(sum(c.isdigit() for c in piece) <= 1 for piece in pieces)
+
+
+@pytest.mark.parametrize("name", ["hard.bin", "hard.bin.xz"])
+def test_token_file_holds_the_documents_and_their_counts(data, tmp_path, name):
+    """Documents come back whole, also one that mentions the end of text, and empty ones do not count."""
+    texts = [text for text in HARD_TEXTS if text != "\n"]
+    source = write_texts(tmp_path / "hard.txt", [*texts, ""])
+    call("tokenize", source, "--tokenizer", data / "tokenizer", "--output", tmp_path / name)
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    tokens, facts = pretrain.read_tokens(tmp_path / name, tokenizer)
+    ends = np.flatnonzero(tokens == tokenizer.eos_token_id)
+    pieces = np.split(tokens, ends + 1)[:-1]
+    assert [tokenizer.decode(piece[:-1].tolist()) for piece in pieces] == texts
+    assert facts["documents"] == len(texts)
+    assert facts["bytes"] == sum(len(text.encode()) for text in texts)
+    assert facts["tokens"] == len(tokens) == ends[-1] + 1
+
+
+def test_file_without_separator_is_one_document(data, tmp_path):
+    (tmp_path / "one.txt").write_text("first line\nsecond line\n")
+    (tmp_path / "two.txt").write_text("another")
+    texts = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    facts = pretrain.write_tokens(texts, tokenizer, tmp_path / "out.bin")
+    assert facts["documents"] == 2
+    assert facts["bytes"] == len("first line\nsecond line") + len("another")
+
+
+def test_bits_per_byte_is_what_the_definition_says(data):
+    """Token by token by hand: each from its document so far, or from its window in a long document."""
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    tokens, facts = pretrain.read_tokens(data / "held.bin.xz", tokenizer)
+    torch.manual_seed(0)
+    config = pretrain.LlamaConfig(
+        vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    context, nats, longest = 16, 0.0, 0
+    for document in np.split(tokens, np.flatnonzero(tokens == facts["end"]) + 1)[:-1]:
+        ids = [facts["end"], *document.tolist()]
+        longest = max(longest, len(ids))
+        for i in range(1, len(ids)):
+            window = 0 if i <= context else ((i - 1 - context) // (context // 2) + 1) * (context // 2)
+            assert i - window > context // 2 or window == 0
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids[window:i]])).logits
+            nats -= logits[0, -1].log_softmax(-1)[ids[i]].item()
+    assert longest > 3 * context
+    result = pretrain.bits_per_byte(model, tokens, facts, context, batch_size=3)
+    assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / facts["bytes"], rel=1e-5)
+    assert result["loss"] == pytest.approx(nats / len(tokens), rel=1e-5)
+    assert result["tokens"] == len(tokens)
+
+
+def test_blocks_cover_an_epoch_once_and_depend_on_the_seed_alone():
+    tokens = np.arange(1000, dtype="<u2")
+    blocks = pretrain.Blocks(tokens, length=10, total=300, seed=3)
+    epoch = blocks.__getitems__(list(range(blocks.per_epoch)))["input_ids"]
+    assert len(epoch.unique()) == epoch.numel() == 990
+    again = pretrain.Blocks(tokens, length=10, total=300, seed=3)
+    late = list(range(150, 160))
+    torch.testing.assert_close(again.__getitems__(late)["input_ids"], blocks.__getitems__(late)["input_ids"])
+    other = pretrain.Blocks(tokens, length=10, total=300, seed=4)
+    assert not torch.equal(other.__getitems__(late)["input_ids"], blocks.__getitems__(late)["input_ids"])
+
+
+@pytest.mark.parametrize("model", ["transformer", "falcon"])
+def test_training_learns_and_its_folder_loads(data, tmp_path, model, capsys):
+    metrics = train(data, tmp_path / "run", model=model, tokens=16 * 8 * 40)
+    assert np.mean(losses(tmp_path / "run")[-5:]) < losses(tmp_path / "run")[0] - 1
+    folder = tmp_path / "run" / "model"
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.config.use_cache
+    assert loaded.generation_config.eos_token_id == AutoTokenizer.from_pretrained(folder).eos_token_id
+    assert metrics["finished"]
+    assert metrics["tokens_seen"] == 16 * 8 * 40
+    assert metrics["parameters"] == loaded.num_parameters()
+    assert metrics["evaluation"]["held"]["documents"] == 10
+    call("evaluate", folder, data / "held.bin.xz", "--context", 16, "--output", tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == metrics["evaluation"]
+
+
+def test_interrupted_run_goes_on_as_if_it_had_not_been(data, tmp_path):
+    """Also when the process dies after a log entry and before the next checkpoint."""
+    whole = train(data, tmp_path / "whole")
+    for _ in range(3):
+        part = train(data, tmp_path / "parts", "--resume", "--minutes", 0)
+    assert (part["finished"], part["steps"]) == (False, 3)
+    with (tmp_path / "parts" / "log.jsonl").open("a") as log:
+        log.write(json.dumps({"loss": 0.0, "step": 4}) + "\n")
+    done = train(data, tmp_path / "parts", "--resume")
+    assert done["finished"]
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+    assert len(losses(tmp_path / "whole")) == whole["planned_steps"] == 12
+    key = "bits_per_byte"
+    assert done["evaluation"]["held"][key] == pytest.approx(whole["evaluation"]["held"][key], rel=1e-6)
+    assert train(data, tmp_path / "parts", "--resume")["evaluation"] == done["evaluation"]
+
+
+def test_the_two_architectures_have_equal_size(data):
+    """At the default shape and vocabulary, in 16 MB of bfloat16."""
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    tokenizer.add_tokens([f"<{i}>" for i in range(4096 - len(tokenizer))])
+    shape = {
+        "hidden_size": 256,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 768,
+    }
+    with torch.device("meta"):
+        sizes = [
+            pretrain.build_model(
+                tokenizer,
+                architecture,
+                pretrain.Rule.falcon_3a,
+                pretrain.Variant.rms_direct,
+                4,
+                1024,
+                **shape,
+            ).num_parameters()
+            for architecture in pretrain.Architecture
+        ]
+    assert max(sizes) < 1.02 * min(sizes)
+    assert 2 * max(sizes) < 15_980_000
+
+
+def bad_calls(data, folder):
+    """Each with a part of the sentence that it must end in."""
+    (folder / "empty.txt").write_text("")
+    (folder / "text.md").write_text("text")
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    (folder / "damaged.txt.xz").write_bytes(b"no xz")
+    write_texts(
+        folder / "other.txt", documents(50, seed=5)[::-1] + ["zebra zoo zigzag buzz jazz quartz"] * 40
+    )
+    call("tokenizer", folder / "other.txt", "--output", folder / "tokenizer", "--vocab-size", 290)
+    run = folder / "run"
+    tokenize = ["--tokenizer", data / "tokenizer", "--output", folder / "out.bin"]
+    fit = ["train", data / "train.bin", "--output", run, "--tokenizer"]
+    return [
+        (["tokenize", folder / "absent.txt", *tokenize], "is not a file"),
+        (["tokenize", folder / "text.md", *tokenize], "unknown ending"),
+        (["tokenize", folder / "empty.txt", *tokenize], "no document"),
+        (["tokenize", folder / "latin.txt", *tokenize], "not UTF-8"),
+        (["tokenize", folder / "damaged.txt.xz", *tokenize], "damaged"),
+        (["tokenize", folder / "other.txt", *tokenize[:3], folder / "out.npy"], "unknown ending"),
+        (["tokenizer", folder / "empty.txt", "--output", run], "too short"),
+        (["tokenizer", folder / "other.txt", "--output", run, "--vocab-size", 100], "257 to 65536"),
+        ([*fit, folder / "tokenizer"], "another tokenizer"),
+        ([*fit, folder], "no tokenizer.json"),
+        ([*fit, data / "tokenizer", "--evaluate", folder / "absent.bin"], "is missing"),
+        ([*fit, data / "tokenizer", "--sequence-length", 100000], "two blocks"),
+        ([*fit, data / "tokenizer", "--accumulate", 3], "divide"),
+        ([*fit, data / "tokenizer", "--rule", "falcon_1", "--window", 4], "window"),
+        ([*fit, data / "tokenizer", "--model", "transformer", "--heads", 3], "3"),
+        (["evaluate", folder, data / "held.bin.xz"], "no config.json"),
+    ]
+
+
+def test_bad_input_gets_one_sentence(data, tmp_path):
+    for arguments, sentence in bad_calls(data, tmp_path):
+        with pytest.raises(pretrain.RecipeError, match=sentence) as error:
+            call(*arguments)
+        assert "\n" not in str(error.value)
+        assert str(error.value).endswith(".")
+    assert not (tmp_path / "out.bin").exists()
+
+
+def test_divergence_stops_the_run(data, tmp_path):
+    with pytest.raises(pretrain.RecipeError, match="lower --learning-rate"):
+        train(data, tmp_path / "run", "--learning-rate", 1e30)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("50", 50), ("1.5k", 1500), ("300M", 300_000_000), ("2B", 2 * 10**9)]
+)
+def test_counts(text, count):
+    assert pretrain.parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "M", "-3", "0", "many"])
+def test_bad_counts(text):
+    with pytest.raises(pretrain.typer.BadParameter, match="is not a count"):
+        pretrain.parse_count(text)
+
+
+def test_a_run_is_not_overwritten_nor_resumed_as_another(data, tmp_path):
+    train(data, tmp_path / "run", "--minutes", 0)
+    with pytest.raises(pretrain.RecipeError, match="add --resume"):
+        train(data, tmp_path / "run")
+    with pytest.raises(pretrain.RecipeError, match="seed 0 and not 1"):
+        train(data, tmp_path / "run", "--resume", "--seed", 1)
+
+
+@pytest.mark.parametrize("command", [[], ["tokenizer"], ["tokenize"], ["train"], ["evaluate"]])
+def test_help(command):
+    result = CliRunner().invoke(pretrain.app, [*command, "--help"])
+    assert result.exit_code == 0, result.output
+    assert "Usage" in result.output
+
+
+def test_errors_reach_the_shell_without_a_traceback():
+    arguments = ["tokenizer", "absent.txt", "--output", "nowhere"]
+    done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "pretrain.py: absent.txt is not a file: give a .txt or .txt.xz file.\n"
