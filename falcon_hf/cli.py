@@ -80,9 +80,7 @@ class UserError(Exception):
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
     if version:
         print(f"falcon-hf {metadata.version('falcon-hf')}")
@@ -99,9 +97,7 @@ def generate(
         typer.Argument(help="The text to go on from; read from standard input where it is left out."),
     ] = None,
     model: Model = BUNDLED,
-    max_new_tokens: Annotated[
-        int, _text_option("--max-new-tokens", "-n", help="Stop after so many tokens.")
-    ] = 128,
+    max_new_tokens: Annotated[int, _text_option("--max-new-tokens", "-n", help="Stop after so many tokens.")] = 128,
     sample: Annotated[
         bool | None,
         _text_option(
@@ -109,9 +105,7 @@ def generate(
             help="Draw tokens at random, or take the likeliest each time; by default as the checkpoint says.",
         ),
     ] = None,
-    temperature: Annotated[
-        float | None, _text_option(help="Below 1 is more predictable, above 1 more varied.")
-    ] = None,
+    temperature: Annotated[float | None, _text_option(help="Below 1 is more predictable, above 1 more varied.")] = None,
     top_k: Annotated[int | None, _text_option(help="Draw from the k likeliest tokens; 0 is all.")] = None,
     top_p: Annotated[
         float | None, _text_option(help="Draw from the likeliest tokens that hold this much probability.")
@@ -152,9 +146,7 @@ def generate(
     with _status(f"reading {ids.shape[1]:,} tokens") as status:
         writer = Writer(tokenizer, text, before_text=status.stop)
         try:
-            output = network.generate(
-                ids, streamer=writer, return_dict_in_generate=True, use_cache=True, **options
-            )
+            output = network.generate(ids, streamer=writer, return_dict_in_generate=True, use_cache=True, **options)
         except ValueError as error:
             raise UserError(_first_sentence(error)) from error
     size = state_bytes(_cache_of(output))
@@ -324,9 +316,7 @@ def _generation_options(
     if max_new_tokens < 1:
         raise UserError(f"--max-new-tokens is {max_new_tokens}; it must be at least 1.")
     if temperature is not None and not temperature > 0:
-        raise UserError(
-            f"--temperature is {temperature:g}; it must be above 0, or leave it out and say --greedy."
-        )
+        raise UserError(f"--temperature is {temperature:g}; it must be above 0, or leave it out and say --greedy.")
     if top_k is not None and top_k < 0:
         raise UserError(f"--top-k is {top_k}; it must be at least 0.")
     if top_p is not None and not 0 < top_p <= 1:
@@ -352,9 +342,7 @@ def _generation_options(
 def _read_prompt(prompt: str | None) -> str:
     if prompt is None:
         if sys.stdin.isatty():
-            raise UserError(
-                'no prompt: give one, as in falcon-hf generate "A pointer is", or pipe a text in.'
-            )
+            raise UserError('no prompt: give one, as in falcon-hf generate "A pointer is", or pipe a text in.')
         try:
             prompt = sys.stdin.read().removesuffix("\n")
         except UnicodeDecodeError as error:
@@ -404,9 +392,7 @@ def _find(name: str) -> tuple[str, bool]:
     folder = Path(name)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise UserError(
-                f"--model is {name!r}, a folder without config.json; it must be a saved checkpoint."
-            )
+            raise UserError(f"--model is {name!r}, a folder without config.json; it must be a saved checkpoint.")
         return name, False
     parts = name.split("/")
     if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
@@ -476,11 +462,11 @@ def _memory_lengths(layer: "FalconFastWeightAttention") -> list[float]:
     import torch
     from falcon_kernels.schedule import step_and_log_decay
 
-    from .modeling_falcon_fast_weight import expected_energy
+    from .modeling_falcon_fast_weight import _expected_energy
 
     with torch.no_grad():
         nothing = layer.gain_proj.weight.new_zeros(1, 1, layer.config.hidden_size)
-        energy = torch.full((1, 1, layer.num_heads), expected_energy(layer.config), device=nothing.device)
+        energy = torch.full((1, 1, layer.num_heads), _expected_energy(layer.config), device=nothing.device)
         active = torch.ones_like(energy, dtype=torch.bool)
         gain, ridge = layer._gain(nothing), layer._ridge(nothing)
         _, log_decay = step_and_log_decay(energy, gain, ridge, active, layer.rule)

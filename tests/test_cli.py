@@ -116,8 +116,7 @@ def test_reads_the_prompt_from_standard_input(call, checkpoint):
 
 def test_seed_draws_the_same_text_again(call, checkpoint):
     first, again, other = (
-        call("generate", PROMPT, "-m", checkpoint, "--sample", "-n", 20, "--seed", seed)[1]
-        for seed in (1, 1, 2)
+        call("generate", PROMPT, "-m", checkpoint, "--sample", "-n", 20, "--seed", seed)[1] for seed in (1, 1, 2)
     )
     assert first == again != other
 

@@ -81,9 +81,7 @@ assert kernels.__file__ == {str(package / "__init__.py")!r}, kernels.__file__
 """)
 
 
-@pytest.mark.parametrize(
-    "file", sorted((ROOT / "kernels/falcon_kernels").glob("*.py")), ids=lambda file: file.name
-)
+@pytest.mark.parametrize("file", sorted((ROOT / "kernels/falcon_kernels").glob("*.py")), ids=lambda file: file.name)
 def test_kernels_import_only_their_siblings_and_torch(file):
     allowed = {"torch", "triton", *sys.stdlib_module_names}
     for level, module in imports_of(file):
@@ -126,9 +124,7 @@ def test_wheel_carries_everything(tmp_path):
         wanted = {f"{target}/{file.name}" for file in (ROOT / folder).glob("*.py")}
         assert wanted <= names, wanted - names
     cards = {
-        f"falcon_hf/{file.relative_to(ROOT).as_posix()}"
-        for file in ROOT.glob("model_cards/*/*")
-        if file.is_file()
+        f"falcon_hf/{file.relative_to(ROOT).as_posix()}" for file in ROOT.glob("model_cards/*/*") if file.is_file()
     }
     assert cards <= names, cards - names
     card = "falcon_hf/model_cards/falcon-3a.3-tiny/"
