@@ -32,7 +32,7 @@ TRANSFORMERS_NAMES = {
 LOADING_NAMES = ("trust_remote_code", "code_revision", "token", "revision", "cache_dir", "local_files_only")
 
 SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8},
+    "tiny": {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8},
     "30m": {"vocab_size": 50257, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6},
     "130m": {"vocab_size": 50257, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12},
 }
