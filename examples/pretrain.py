@@ -194,9 +194,7 @@ def write_tokens(texts: list[Path], tokenizer: PreTrainedTokenizerFast, output: 
     counts = {"documents": 0, "bytes": 0, "tokens": 0}
     sources = []
     partial = output.with_name(output.name + ".partial")
-    with (
-        lzma.open(partial, "wb", filters=XZ_FILTERS) if output.suffix == ".xz" else partial.open("wb") as file
-    ):
+    with lzma.open(partial, "wb", filters=XZ_FILTERS) if output.suffix == ".xz" else partial.open("wb") as file:
 
         def flush(batch: list[str]) -> None:
             for encoding in backend.encode_batch_fast(batch, add_special_tokens=False):
@@ -241,14 +239,10 @@ def read_tokens(path: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[np.ndar
     description = description_path(path)
     for file in (path, description):
         if not file.is_file():
-            raise RecipeError(
-                f"{file} is missing: give a token file that `tokenize` wrote, its .json beside it."
-            )
+            raise RecipeError(f"{file} is missing: give a token file that `tokenize` wrote, its .json beside it.")
     facts = json.loads(description.read_text())
     if facts["tokenizer"] != fingerprint(tokenizer):
-        raise RecipeError(
-            f"{path} was made with another tokenizer than the one given: tokenize the texts anew."
-        )
+        raise RecipeError(f"{path} was made with another tokenizer than the one given: tokenize the texts anew.")
     if path.suffix == ".xz":
         try:
             tokens = np.frombuffer(lzma.decompress(path.read_bytes()), dtype="<u2")
@@ -481,8 +475,7 @@ class PretrainTrainer(Trainer):
             now, step = time.monotonic(), self.state.global_step
             if not math.isfinite(logs["loss"]):
                 raise RecipeError(
-                    f"The loss at step {step} is {logs['loss']}: give a lower --learning-rate and another "
-                    f"--output."
+                    f"The loss at step {step} is {logs['loss']}: give a lower --learning-rate and another --output."
                 )
             then, then_step, seconds = self.clock
             seconds += now - then
@@ -535,9 +528,7 @@ def check_resume(run: Path, plan: dict, resume: bool) -> Path | None:
         file.write_text(json.dumps(plan, indent=2) + "\n")
         return None
     if not resume:
-        raise RecipeError(
-            f"{run} already holds a run: add --resume to go on with it, or give another --output."
-        )
+        raise RecipeError(f"{run} already holds a run: add --resume to go on with it, or give another --output.")
     before = json.loads(file.read_text())
     for name in before.keys() | plan.keys():
         if before.get(name) != plan.get(name):
@@ -600,9 +591,7 @@ def tokenizer_command(
 def tokenize_command(
     texts: Annotated[list[Path], typer.Argument(help="Text files of one split.")],
     tokenizer: Annotated[Path, typer.Option(help="Folder of the tokenizer.")],
-    output: Annotated[
-        Path, typer.Option(help="File to write: .bin, or .bin.xz to save two thirds of the space.")
-    ],
+    output: Annotated[Path, typer.Option(help="File to write: .bin, or .bin.xz to save two thirds of the space.")],
 ) -> None:
     """Turn texts into a file of token ids."""
     facts = write_tokens(texts, load_tokenizer(tokenizer), output)
@@ -619,14 +608,10 @@ def train(
     tokenizer: Annotated[Path, typer.Option(help="Folder of the tokenizer that made it.")],
     output: Annotated[Path, typer.Option(help="Folder of the run; the finished model lies in its `model`.")],
     evaluate: Annotated[list[Path], typer.Option(help="Token file to evaluate at the end; repeatable.")] = [],  # noqa: B006
-    model: Annotated[
-        Architecture, typer.Option(help="Falcon, or a Transformer as its yardstick.")
-    ] = "falcon",
+    model: Annotated[Architecture, typer.Option(help="Falcon, or a Transformer as its yardstick.")] = "falcon",
     rule: Annotated[Rule, typer.Option(help="Falcon's rule of writing.")] = "falcon_3a",
     variant: Annotated[Variant, typer.Option(help="1: l2, gain; 2: l2, direct; 3: RMS, direct step.")] = "3",
-    window: Annotated[
-        int | None, typer.Option(min=1, help="Window of falcon_3 and falcon_3a, 4 if not given.")
-    ] = None,
+    window: Annotated[int | None, typer.Option(min=1, help="Window of falcon_3 and falcon_3a, 4 if not given.")] = None,
     hidden_size: Annotated[int, typer.Option(min=1)] = 256,
     layers: Annotated[int, typer.Option(min=1)] = 8,
     heads: Annotated[int, typer.Option(min=1)] = 4,
@@ -635,9 +620,7 @@ def train(
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens in a training block.")] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Blocks in a step.")] = 64,
     accumulate: Annotated[int, typer.Option(min=1, help="Parts in which a step is computed.")] = 1,
-    tokens: Annotated[
-        int, typer.Option(parser=parse_count, help="Tokens to train on, epochs repeat.")
-    ] = "300M",
+    tokens: Annotated[int, typer.Option(parser=parse_count, help="Tokens to train on, epochs repeat.")] = "300M",
     learning_rate: Annotated[float, typer.Option(help="Peak; falls to a tenth of it on a cosine.")] = 2e-3,
     warmup: Annotated[float, typer.Option(min=0, max=1, help="Part of the steps that warm up.")] = 0.02,
     weight_decay: Annotated[float, typer.Option(min=0, help="On the weights of linear layers.")] = 0.1,
@@ -648,9 +631,7 @@ def train(
         float, typer.Option(help="Stop training in time to be done this many minutes after the start.")
     ] = math.inf,
     reserve: Annotated[float, typer.Option(help="Minutes kept back for saving and evaluating.")] = 0.75,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in --output, if there is one.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output, if there is one.")] = False,
 ) -> None:
     """Train a model; again with --resume, until the plan of --tokens is done.
 
@@ -766,9 +747,7 @@ def train(
         ],
     }
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    state = (
-        "the plan is finished" if step == steps else f"stopped at step {step} of {steps}, go on with --resume"
-    )
+    state = "the plan is finished" if step == steps else f"stopped at step {step} of {steps}, go on with --resume"
     print(f"{folder}: {state}")
 
 

@@ -462,11 +462,11 @@ def _memory_lengths(layer: "FalconFastWeightAttention") -> list[float]:
     import torch
     from falcon_kernels.schedule import step_and_log_decay
 
-    from .modeling_falcon_fast_weight import _expected_energy
+    from .modeling_falcon_fast_weight import expected_energy
 
     with torch.no_grad():
         nothing = layer.gain_proj.weight.new_zeros(1, 1, layer.config.hidden_size)
-        energy = torch.full((1, 1, layer.num_heads), _expected_energy(layer.config), device=nothing.device)
+        energy = torch.full((1, 1, layer.num_heads), expected_energy(layer.config), device=nothing.device)
         active = torch.ones_like(energy, dtype=torch.bool)
         gain, ridge = layer._gain(nothing), layer._ridge(nothing)
         _, log_decay = step_and_log_decay(energy, gain, ridge, active, layer.rule)

@@ -241,9 +241,7 @@ def bad_calls(data, folder):
     (folder / "text.md").write_text("text")
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     (folder / "damaged.txt.xz").write_bytes(b"no xz")
-    write_texts(
-        folder / "other.txt", documents(50, seed=5)[::-1] + ["zebra zoo zigzag buzz jazz quartz"] * 40
-    )
+    write_texts(folder / "other.txt", documents(50, seed=5)[::-1] + ["zebra zoo zigzag buzz jazz quartz"] * 40)
     call("tokenizer", folder / "other.txt", "--output", folder / "tokenizer", "--vocab-size", 290)
     (folder / "cut.bin.xz").write_bytes((data / "held.bin.xz").read_bytes()[:-20])
     (folder / "cut.json").write_bytes((data / "held.json").read_bytes())
@@ -285,9 +283,7 @@ def test_divergence_stops_the_run(data, tmp_path):
         train(data, tmp_path / "run", "--learning-rate", 1e30)
 
 
-@pytest.mark.parametrize(
-    ("text", "count"), [("50", 50), ("1.5k", 1500), ("300M", 300_000_000), ("2B", 2 * 10**9)]
-)
+@pytest.mark.parametrize(("text", "count"), [("50", 50), ("1.5k", 1500), ("300M", 300_000_000), ("2B", 2 * 10**9)])
 def test_counts(text, count):
     assert pretrain.parse_count(text) == count
 

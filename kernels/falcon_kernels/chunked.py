@@ -256,7 +256,7 @@ def _repeat(tensor: Tensor, window: int, dim: int) -> Tensor:
 def _repeat_into_window(decay: Tensor, weight: Tensor, window: int) -> Tensor:
     """[..., C] over steps to [..., E] over pairs: the weighted decays of all the steps whose window holds the pair."""
     weighted = decay * weight[..., None, :]
-    return sum(pad(weighted, (r, window - 1 - r)) for r in range(window))
+    return torch.stack([pad(weighted, (r, window - 1 - r)) for r in range(window)]).sum(0) if window > 1 else weighted
 
 
 def _write_features(k: Tensor, state: FalconState, grid: Grid, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -276,11 +276,12 @@ def _with_lookback(
     """x, v and pair with the W - 1 places before each chunk in front."""
     if rule.window == 1:
         return x, v, pair
-    extended = []
-    for laid, tail in ((x, state.tail_x), (v, state.tail_v), (pair, state.tail_valid)):
+
+    def extend(laid: Tensor, tail: Tensor) -> Tensor:
         tail = torch.where(_like(state.tail_valid, tail), tail, 0).to(laid.dtype)
-        extended.append(torch.cat([grid.found(laid[:, :, grid.chunk - rule.window + 1 :], tail), laid], 2))
-    return tuple(extended)
+        return torch.cat([grid.found(laid[:, :, grid.chunk - rule.window + 1 :], tail), laid], 2)
+
+    return extend(x, state.tail_x), extend(v, state.tail_v), extend(pair, state.tail_valid)
 
 
 def _with_ones(v: Tensor, gain: Tensor, state: FalconState, rule: Rule) -> tuple[Tensor, Tensor, FalconState]:
