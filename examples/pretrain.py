@@ -166,6 +166,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     if not (folder / "tokenizer.json").is_file():
         raise RecipeError(f"{folder} holds no tokenizer.json: give the folder that `tokenizer` wrote.")
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    for name in ("is_local", "local_files_only"):  # how it was loaded would be saved with it
+        tokenizer.init_kwargs.pop(name, None)
     if tokenizer.eos_token_id is None or len(tokenizer) > 65536:
         raise RecipeError(f"{folder}: the tokenizer needs an eos token and at most 65536 entries.")
     return tokenizer
@@ -547,6 +549,7 @@ def export(model, tokenizer, folder: Path) -> None:
         do_sample=True,
         temperature=0.8,
         top_p=0.95,
+        repetition_penalty=1.1,
         max_new_tokens=256,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -1,0 +1,64 @@
+"""The figures in README and cards are those of the result files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+CARD = ROOT / "model_cards" / "falcon-3a.3-tiny"
+
+
+def results(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("model", ["falcon-3a.3-tiny", "transformer-tiny"])
+def test_card_has_the_measured_figures(model):
+    card, measured = (CARD / "README.md").read_text(), results(f"pretrain_{model}")
+    splits = [measured["evaluation"][split] for split in ("val", "ood_postgres", "ood_persuasion")]
+    bits = " | ".join(f"{split['bits_per_byte']:.3f}" for split in splits)
+    perplexities = " | ".join(f"{split['perplexity']:.2f}" for split in splits)
+    assert f"| {measured['parameters']:,} | {bits} | {int(measured['tokens_per_second_median']):,} |" in card
+    assert f"| {perplexities} |" in card
+    assert measured["finished"]
+
+
+def test_card_has_the_run():
+    card, run = (CARD / "README.md").read_text(), results("pretrain_falcon-3a.3-tiny")
+    for figure in (run["steps"], run["training_data"]["tokens"], run["training_data"]["bytes"]):
+        assert f"{figure:,}" in card
+    assert f"{run['seconds']:.0f} seconds" in card
+    other = results("pretrain_transformer-tiny")
+    gap = run["evaluation"]["val"]["bits_per_byte"] - other["evaluation"]["val"]["bits_per_byte"]
+    assert f"ahead by {gap:.3f} bits per byte" in card
+
+
+def test_decoding_figures():
+    card, rows = (CARD / "README.md").read_text(), results("decoding")["rows"]
+    assert rows[0]["state, bytes"] == rows[1]["state, bytes"]
+    assert f"{rows[0]['state, bytes']:,} bytes of state" in card
+    short, long = (f"{row['ms per token']:.1f} ms" for row in rows)
+    assert f"{short} a token after 128 tokens of context and {long} after 65,536" in card
+
+
+def test_overlap_with_the_training_text():
+    card, rows = (CARD / "README.md").read_text(), results("overlap")["rows"]
+    val, manual, novel = (row["in the training text, %"] for row in rows)
+    assert f"{val:.2f} % of the 13-word runs" in card
+    assert f"{manual:.2f} % and none" in card
+    assert novel == 0
+
+
+def test_readme_names_the_checkpoint_s_figures():
+    readme = (ROOT / "README.md").read_text()
+    for model in ("falcon-3a.3-tiny", "transformer-tiny"):
+        assert f"{results(f'pretrain_{model}')['evaluation']['val']['bits_per_byte']:.3f}" in readme
+
+
+def test_readme_table_of_the_chunked_form():
+    readme = (ROOT / "README.md").read_text()
+    for row in results("torch_form")["rows"]:
+        line = f"| {row['torch form, ms']:.0f} | {row['ratio']:.1f} | {row['loop over torch form']:.0f} |"
+        assert line in readme, line
