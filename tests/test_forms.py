@@ -229,7 +229,7 @@ def test_decay_at_its_floor_for_whole_chunks(name, floor):
     inputs = make_inputs(rule, B=1, T=200, K=16, V=16, dtype=torch.float32)
     inputs["gain"] = 1.5 + inputs["gain"] / 4.1
     inputs["ridge"] = torch.full_like(inputs["ridge"], 1e5)
-    inputs["v"] = inputs["v"] * 1e3
+    inputs["v"] = inputs["v"] * 1e7
     for t in inputs.values():
         t.requires_grad_()
     exact = {n: t.detach().double().requires_grad_() for n, t in inputs.items()}
@@ -244,6 +244,19 @@ def test_decay_at_its_floor_for_whole_chunks(name, floor):
         strict=True,
     ):
         assert_same(a, b, 1e-4, what)
+
+
+@pytest.mark.parametrize("size", [16, 64, 160])
+def test_triangular_inverse(size):
+    """Only what lies below the diagonal counts, forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+    n = 0.5 * torch.randn(2, size, size, generator=generator, dtype=torch.float64) / size**0.5
+    n.requires_grad_()
+    want = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + n.tril(-1))
+    have = chunked._UnitLowerInverse.apply(n)
+    assert_same(have, want, 1e-13)
+    weights = torch.randn(want.shape, generator=generator, dtype=torch.float64)
+    assert_same(*(torch.autograd.grad((t * weights).sum(), n)[0] for t in (have, want)), 1e-12)
 
 
 @pytest.mark.parametrize("keys", ["random", "repeated", "cosine 0.5", "cosine 0.99"])

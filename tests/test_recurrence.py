@@ -95,8 +95,6 @@ def test_first_token_of_a_fresh_row_only_reads(name, impl):
     inputs = make_inputs(rule, T=1, requires_grad=True)
     state = make_state(rule, requires_grad=True)
     state.previous_valid.fill_(False)
-    if state.tail_valid is not None:
-        state.tail_valid.fill_(False)
     result = attend(inputs, rule, initial_state=state, impl=impl)
     assert_same(result.output[:, 0], torch.einsum("bhkv,bhk->bhv", state.memory, inputs["q"][:, 0]), 1e-14)
     assert torch.equal(result.final_state.memory, state.memory)
@@ -106,6 +104,37 @@ def test_first_token_of_a_fresh_row_only_reads(name, impl):
         allow_unused=True,
     )  # fmt: skip
     assert all(g is None or not g.any() for g in grads)
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("name", RULES)
+def test_an_invalid_previous_key_is_never_seen(name, impl):
+    """Not in the first step and not in later windows, whatever stands in its place."""
+    rule = Rule(name)
+    inputs = make_inputs(rule, T=9)
+    states = [make_state(rule), make_state(rule)]
+    for state, content in zip(states, (0.0, torch.nan), strict=True):
+        state.previous_valid.fill_(False)
+        state.previous_key.fill_(content)
+    want, have = (attend(inputs, rule, initial_state=state, impl=impl) for state in states)
+    assert_same(have.output, want.output, 1e-14)
+    assert_same_state(have.final_state, want.final_state, 1e-14)
+
+
+@pytest.mark.parametrize("name", ["falcon_1", "falcon_2", "falcon_3", "falcon_1a", "falcon_2a", "falcon_3a"])
+def test_detached_energy(name):
+    """Detached, a scale-coupled ridge is a direct one that happens to equal ridge times energy."""
+    coupled = Rule(name, alignment="same_step", detach_energy=True)
+    direct = Rule(name, alignment="same_step", ridge="direct")
+    inputs = make_inputs(coupled, requires_grad=True)
+    x = inputs["k"].detach().transpose(1, 2)
+    x = torch.nn.functional.pad(x, (0, 0, coupled.window - 1, 0))
+    count = torch.arange(1, x.shape[2] + 1).clamp_max(coupled.window).double()[: inputs["k"].shape[1]]
+    E = energy(x, count, coupled).transpose(1, 2)
+    want = attend(inputs | {"ridge": inputs["ridge"] * E}, direct).output
+    have = attend(inputs, coupled).output
+    assert_same(have, want, 1e-13)
+    compare_gradients(have, want, inputs)
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
