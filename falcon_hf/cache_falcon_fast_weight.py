@@ -136,12 +136,11 @@ def layer_state(cache: Cache, index: int, config: PreTrainedConfig) -> FalconFas
 def cache_nbytes(cache: Cache) -> int:
     """Bytes of all that `cache` holds."""
     total = 0
-    layer: Any
     for layer in cache.layers:
         if isinstance(layer, FalconFastWeightCacheLayer):
             total += layer.nbytes()
-        elif layer.is_initialized:
-            total += layer.keys.nbytes + layer.values.nbytes
+        else:
+            total += sum(value.nbytes for value in vars(layer).values() if isinstance(value, Tensor))
     return total
 
 

@@ -149,7 +149,9 @@ def generate(
             output = network.generate(ids, streamer=writer, return_dict_in_generate=True, use_cache=True, **options)
         except ValueError as error:
             raise UserError(_first_sentence(error)) from error
-    size = state_bytes(_cache_of(output))
+    from .cache_falcon_fast_weight import cache_nbytes
+
+    size = cache_nbytes(_cache_of(output))
     _say(
         f"{ids.shape[1]:,} tokens read in {writer.reading_seconds:.2f} s, {writer.count:,} written at "
         f"{writer.tokens_per_second:,.1f} tokens/s, {size:,} bytes of state"
@@ -281,28 +283,6 @@ def bundled() -> dict[str, Path]:
     return {path.parent.name: path.parent for path in sorted(cards.glob("*/config.json"))}
 
 
-def state_bytes(cache: Any) -> int:
-    """Bytes of all tensors that a cache holds, each storage counted once."""
-    import torch
-
-    sizes: dict[int, int] = {}
-    waiting, seen = [cache], set()
-    while waiting:
-        item = waiting.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            sizes[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
-        elif isinstance(item, dict):
-            waiting.extend(item.values())
-        elif isinstance(item, list | tuple):
-            waiting.extend(item)
-        elif hasattr(item, "__dict__") and type(item).__module__.startswith(("transformers.", "falcon_")):
-            waiting.extend(vars(item).values())
-    return sum(sizes.values())
-
-
 def _generation_options(
     max_new_tokens: int,
     sample: bool | None,
@@ -423,12 +403,13 @@ def _facts(network: Any) -> list[tuple[str, str]]:
     """What `info` prints, line by line."""
     import torch
 
+    from .cache_falcon_fast_weight import cache_nbytes
     from .modeling_falcon_fast_weight import FalconFastWeightAttention
 
     config = network.config
     with torch.no_grad():
         ids = torch.zeros(1, 2, dtype=torch.long, device=network.device)
-        one, two = (state_bytes(_cache_of(network(ids[:, :n], use_cache=True))) for n in (1, 2))
+        one, two = (cache_nbytes(_cache_of(network(ids[:, :n], use_cache=True))) for n in (1, 2))
     element = network.dtype.itemsize
     width = config.num_attention_heads * (config.head_dim + config.value_head_dim)
     key_value = config.num_hidden_layers * width * element
