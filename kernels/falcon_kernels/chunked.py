@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from .grid import Grid
 from .rule import Rule
 from .schedule import energy, step_and_log_decay
-from .state import FalconState, accumulation_dtype
+from .state import FalconState, accumulation_dtype, like
 
 CHUNK = 64
 SUBCHUNK = 16  # per-channel decays, and the C W unknowns of a sliding regression
@@ -48,7 +48,7 @@ def attention(
     q, k, v, gain, ridge = (None if t is None else grid.spread(t) for t in (q, k, v, gain, ridge))
 
     x, pair = _write_features(k, state, grid, rule)
-    v = torch.where(_like(pair, v), v, 0)
+    v = torch.where(like(pair, v), v, 0)
     after = grid.final_state(k, x, v, pair, state)
     if rule.normalized_read:
         v, gain, state = _with_ones(v, gain, state, rule)
@@ -267,7 +267,7 @@ def _write_features(k: Tensor, state: FalconState, grid: Grid, rule: Rule) -> tu
     x = torch.cat([previous, k[:, :, :-1]], 2)
     begun = grid.found(torch.ones_like(grid.valid[:, :, :1]), state.previous_valid[:, None])
     pair = torch.cat([grid.valid[:, :, :1] & begun, grid.valid[:, :, 1:]], 2)
-    return torch.where(_like(pair, x), x, 0), pair
+    return torch.where(like(pair, x), x, 0), pair
 
 
 def _with_lookback(
@@ -278,7 +278,7 @@ def _with_lookback(
         return x, v, pair
 
     def extend(laid: Tensor, tail: Tensor) -> Tensor:
-        tail = torch.where(_like(state.tail_valid, tail), tail, 0).to(laid.dtype)
+        tail = torch.where(like(state.tail_valid, tail), tail, 0).to(laid.dtype)
         return torch.cat([grid.found(laid[:, :, grid.chunk - rule.window + 1 :], tail), laid], 2)
 
     return extend(x, state.tail_x), extend(v, state.tail_v), extend(pair, state.tail_valid)
@@ -310,8 +310,3 @@ def _chunk_length(rule: Rule, length: int) -> int:
     """C for a sequence: at least W - 1, and no longer than the sequence needs."""
     longest = SUBCHUNK if rule.per_channel or (rule.residual and rule.window > 1) else CHUNK
     return -(-max(min(longest, length), rule.window - 1) // SUBCHUNK) * SUBCHUNK
-
-
-def _like(flag: Tensor, tensor: Tensor) -> Tensor:
-    """`flag` with trailing axes added, to broadcast against `tensor`."""
-    return flag.reshape(flag.shape + (1,) * (tensor.dim() - flag.dim()))

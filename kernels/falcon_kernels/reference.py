@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .rule import Rule
 from .schedule import energy, step_and_log_decay
-from .state import FalconState, accumulation_dtype
+from .state import FalconState, accumulation_dtype, like
 
 
 def step(
@@ -35,17 +35,17 @@ def step(
     wide = accumulation_dtype(v.dtype)
     dtype = v.dtype
     token = torch.ones(q.shape[0], dtype=torch.bool, device=q.device) if mask is None else mask
-    q, k, v, gain, ridge = (None if t is None else torch.where(_like(token, t), t, 0) for t in (q, k, v, gain, ridge))
+    q, k, v, gain, ridge = (None if t is None else torch.where(like(token, t), t, 0) for t in (q, k, v, gain, ridge))
 
     x, valid = (state.previous_key, token & state.previous_valid) if rule.shifted else (k, token)
-    pair_x, pair_v = torch.where(_like(valid, x), x, 0), torch.where(_like(valid, v), v, 0)
+    pair_x, pair_v = torch.where(like(valid, x), x, 0), torch.where(like(valid, v), v, 0)
     window_x, window_v, window_valid = pair_x[:, None], pair_v[:, None], valid[:, None]
     if rule.window > 1:
         window_x = torch.cat([state.tail_x, window_x], 1)
         window_v = torch.cat([state.tail_v, window_v], 1)
         window_valid = torch.cat([state.tail_valid, window_valid], 1)
-    window_x = torch.where(_like(window_valid, window_x), window_x, 0).to(wide).transpose(1, 2)  # [B, H, W, K]
-    window_v = torch.where(_like(window_valid, window_v), window_v, 0).to(wide).transpose(1, 2)  # [B, H, W, V]
+    window_x = torch.where(like(window_valid, window_x), window_x, 0).to(wide).transpose(1, 2)  # [B, H, W, K]
+    window_v = torch.where(like(window_valid, window_v), window_v, 0).to(wide).transpose(1, 2)  # [B, H, W, V]
     count = window_valid.sum(1).clamp_min(1)[:, None, None].to(wide)  # [B, 1, 1]
 
     eta, log_decay = step_and_log_decay(
@@ -87,8 +87,8 @@ def step(
         )
     if mask is not None:
         pairs = zip(after, state, strict=True)
-        after = FalconState(*(None if new is None else torch.where(_like(token, new), new, old) for new, old in pairs))
-        output = torch.where(_like(token, output), output, 0)
+        after = FalconState(*(None if new is None else torch.where(like(token, new), new, old) for new, old in pairs))
+        output = torch.where(like(token, output), output, 0)
     return output.to(dtype), after
 
 
@@ -122,8 +122,3 @@ def attention(
         output, state = step(*token, state, rule, present)
         outputs.append(output)
     return torch.stack(outputs, 1) if outputs else torch.zeros_like(v), state
-
-
-def _like(flag: Tensor, tensor: Tensor) -> Tensor:
-    """`flag` with trailing axes added, to broadcast against `tensor`."""
-    return flag.reshape(flag.shape + (1,) * (tensor.dim() - flag.dim()))

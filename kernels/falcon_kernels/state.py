@@ -13,6 +13,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def like(flag: Tensor, tensor: Tensor) -> Tensor:
+    """`flag` with trailing axes added, to broadcast against `tensor`."""
+    return flag.reshape(flag.shape + (1,) * (tensor.dim() - flag.dim()))
+
+
 class FalconState(NamedTuple):
     """All that a Falcon layer keeps of the tokens read so far.
 
