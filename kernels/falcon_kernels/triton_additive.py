@@ -125,10 +125,10 @@ def _pass(
         s = tl.load(initial + place_of_part + matrix, mask=inside, other=0.0).to(tl.float32)
     total = 0.0
 
-    step = tl.arange(0, C).to(tl.int64)
+    step = tl.arange(0, C)
     chunks = (count + C - 1) // C
-    last = tl.minimum((part + 1) * part_chunks, chunks)
-    for n in range(part * part_chunks, last):
+    begin = (part * part_chunks).to(tl.int32)
+    for n in range(begin, tl.minimum(begin + part_chunks, chunks)):
         start = n * C
         steps = tl.minimum(count - start, C)
         end = tl.load(u + start + steps - 1)
@@ -142,7 +142,7 @@ def _pass(
         if STORE:
             tl.store(states + ((number + n) * heads + head) * K * V + matrix, s, mask=inside)
         if W > 1:
-            pair = tl.arange(0, LOOKBACK).to(tl.int64) - LOOKBACK
+            pair = tl.arange(0, LOOKBACK) - LOOKBACK
             place = start + pair
             before = pair >= 1 - W
             old_x = load_rows(
@@ -206,8 +206,8 @@ def _reverse_pass(
         g = tl.load(initial + place_of_part + matrix, mask=inside, other=0.0).to(tl.float32)
     total = 0.0
 
-    step = tl.arange(0, C).to(tl.int64)
-    begin = part * part_chunks
+    step = tl.arange(0, C)
+    begin = (part * part_chunks).to(tl.int32)
     last = tl.minimum(begin + part_chunks, (count + C - 1) // C)
     for i in range(0, last - begin):
         n = last - 1 - i
@@ -276,7 +276,7 @@ def _chunk_backward(
     if start >= count:
         return
     columns = tl.arange(0, BK)
-    step = tl.arange(0, C).to(tl.int64)
+    step = tl.arange(0, C)
     steps = tl.minimum(count - start, C)
     u += head * tokens + low + start
     w += head * tokens + low + start
@@ -291,9 +291,7 @@ def _chunk_backward(
     x = load_rows(
         x_rows(k, previous, tail_x, sequence, low, start + step, head, heads, K, W, SHIFT), there, columns, K
     ).to(OPERAND)
-    m, _ = _band(u, w, steps, end, step, step, read_u, W, LAG, False)
     mt, e = _band(u, w, steps, end, step, step, read_u, W, LAG, True)
-    a = tl.dot(rows, tl.trans(x), input_precision=PRECISION)
     at_m = (tl.dot(x, tl.trans(rows), input_precision=PRECISION) * mt).to(OPERAND)
     n = tl.zeros([C, C], tl.float32)
     nt = tl.zeros([C, C], tl.float32)
@@ -301,14 +299,12 @@ def _chunk_backward(
     write_g = tl.zeros([C, BK], tl.float32)  # V G'
     product = 0.0
     if W > 1:
-        pair = tl.arange(0, LOOKBACK).to(tl.int64) - LOOKBACK
+        pair = tl.arange(0, LOOKBACK) - LOOKBACK
         before = pair >= 1 - W
         old_x = load_rows(
             x_rows(k, previous, tail_x, sequence, low, start + pair, head, heads, K, W, SHIFT), before, columns, K
         ).to(OPERAND)
-        old_m, _ = _band(u, w, steps, end, pair, step, read_u, W, LAG, False)
         old_mt, old_e = _band(u, w, steps, end, pair, step, read_u, W, LAG, True)
-        old_a = tl.dot(rows, tl.trans(old_x), input_precision=PRECISION)
         old_at_m = (tl.dot(old_x, tl.trans(rows), input_precision=PRECISION) * old_mt).to(OPERAND)
         old_n = tl.zeros([C, LOOKBACK], tl.float32)
         old_nt = tl.zeros([LOOKBACK, C], tl.float32)
@@ -345,11 +341,13 @@ def _chunk_backward(
             of_v = tl.dot(old_at_m, out, of_v, input_precision=PRECISION)
             store_rows(old_grad_v + old_place * V, of_v, before, channels, V)
 
-    # keys and queries
+    # keys and queries; what the loop did not need is made only now, for the registers' sake
+    m, _ = _band(u, w, steps, end, step, step, read_u, W, LAG, False)
     read_s = read_s * read_decay[:, None]
     of_q = tl.dot((n * m).to(OPERAND), x, read_s, input_precision=PRECISION)
     of_x = tl.dot((nt * mt).to(OPERAND), rows, write_g * e[:, None], input_precision=PRECISION)
     if W > 1:
+        old_m, _ = _band(u, w, steps, end, pair, step, read_u, W, LAG, False)
         of_q = tl.dot((old_n * old_m).to(OPERAND), old_x, of_q, input_precision=PRECISION)
         of_old = tl.dot((old_nt * old_mt).to(OPERAND), rows, old_g * old_e[:, None], input_precision=PRECISION)
         store_rows(old_grad_x + old_place * K, of_old, before, columns, K)
@@ -369,7 +367,7 @@ def _chunk_backward(
     own_u = _log_decay_at(u, step, steps, end)
     own_w = _weight_at(w, step, steps)
     z = tl.sum(x.to(tl.float32) * write_g, 1)
-    windows = a * n
+    windows = tl.dot(rows, tl.trans(x), input_precision=PRECISION) * n
     if W > 1:
         apart = step[None, :] - step[:, None]
         old_apart = step[None, :] - pair[:, None]
@@ -377,8 +375,9 @@ def _chunk_backward(
         z = tl.sum(tl.where((apart >= 0) & (apart < W), z[:, None], 0.0), 0)
         z += tl.sum(tl.where(old_apart < W, old_z[:, None], 0.0), 0)
         windows = tl.dot(windows, ((apart >= 0) & (apart < W)).to(tl.float32), input_precision=BAND_PRECISION)
+        old_windows = tl.dot(rows, tl.trans(old_x), input_precision=PRECISION) * old_n
         windows = tl.dot(
-            old_a * old_n, (old_apart < W).to(tl.float32), windows, input_precision=BAND_PRECISION
+            old_windows, (old_apart < W).to(tl.float32), windows, input_precision=BAND_PRECISION
         )
     age = step[:, None] - LAG - step[None, :]
     b = tl.exp(tl.where(age >= 0, read_u[:, None] - own_u[None, :], float("-inf"))) * windows
@@ -405,7 +404,7 @@ def _add_lookback(
     sequence, low, count, start = chunk_of(number, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
         return
-    row = tl.arange(0, LOOKBACK).to(tl.int64)
+    row = tl.arange(0, LOOKBACK)
     place = start + row - LOOKBACK
     there = row >= LOOKBACK - W + 1
     source = (number * heads + head) * LOOKBACK + row

@@ -45,13 +45,13 @@ class Layout(NamedTuple):
 
 @triton.jit
 def span(sequence, bounds, length, PACKED: tl.constexpr):
-    """First token and number of tokens of a sequence."""
+    """First token, int64, and number of tokens of a sequence, int32."""
     if PACKED:
         low = tl.load(bounds + sequence)
-        count = tl.load(bounds + sequence + 1) - low
+        count = (tl.load(bounds + sequence + 1) - low).to(tl.int32)
     else:
         low = sequence * length
-        count = sequence * 0 + length
+        count = (sequence * 0 + length).to(tl.int32)
     return low, count
 
 
@@ -60,10 +60,10 @@ def chunk_of(number, bounds, first, owner, length, longest, CHUNK: tl.constexpr,
     """Sequence of a chunk, the sequence's first token and length, and the place at which the chunk starts."""
     if PACKED:
         sequence = tl.load(owner + number)
-        start = (number - tl.load(first + sequence)) * CHUNK
+        start = ((number - tl.load(first + sequence)) * CHUNK).to(tl.int32)
     else:
         sequence = number // longest
-        start = (number - sequence * longest) * CHUNK
+        start = ((number - sequence * longest) * CHUNK).to(tl.int32)
     low, count = span(sequence, bounds, length, PACKED)
     return sequence, low, count, start
 
@@ -91,11 +91,19 @@ def v_rows(v, tail, sequence, low, place, head, heads, V: tl.constexpr, W: tl.co
 
 
 @triton.jit
+def _inside(there, columns, WIDTH: tl.constexpr):
+    if (columns.shape[0] * 0 + WIDTH) % columns.shape[0] == 0:  # an int beside a constexpr in the interpreter
+        return there[:, None]
+    else:
+        return there[:, None] & (columns < WIDTH)[None, :]
+
+
+@triton.jit
 def load_rows(rows, there, columns, WIDTH: tl.constexpr):
-    """[R, columns] of rows of WIDTH numbers, 0 past the width and where not `there`."""
-    return tl.load(rows[:, None] + columns[None, :], mask=there[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    """[R, columns] of rows of WIDTH numbers, 0 past the width and where not `there`; columns start at a whole tile."""
+    return tl.load(rows[:, None] + columns[None, :], mask=_inside(there, columns, WIDTH), other=0.0)
 
 
 @triton.jit
 def store_rows(rows, tile, there, columns, WIDTH: tl.constexpr):
-    tl.store(rows[:, None] + columns[None, :], tile, mask=there[:, None] & (columns < WIDTH)[None, :])
+    tl.store(rows[:, None] + columns[None, :], tile, mask=_inside(there, columns, WIDTH))

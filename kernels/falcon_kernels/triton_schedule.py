@@ -34,7 +34,7 @@ def _window_size(place, count, previous_valid, tail_valid, sequence, W: tl.const
     """Pairs in the windows of the tokens `place` [R], at least 1."""
     size = place * 0
     for d in tl.static_range(W):
-        size += _there(place - d, count, previous_valid, tail_valid, sequence, W, SHIFT).to(tl.int64)
+        size += _there(place - d, count, previous_valid, tail_valid, sequence, W, SHIFT).to(tl.int32)
     return tl.maximum(size, 1).to(tl.float32)
 
 
@@ -91,11 +91,11 @@ def _forward(
     sequence, low, count, start = chunk_of(
         program // heads, bounds, first, owner, length, longest, ROWS - W + 1, PACKED
     )
-    rows = tl.arange(0, ROWS).to(tl.int64)
+    rows = tl.arange(0, ROWS)
     place = start - (W - 1) + rows
     stored = (rows >= W - 1) & (place < count)
     if MASKED:
-        count = tl.load(lengths + sequence)
+        count = tl.load(lengths + sequence).to(tl.int32)
     there = _there(place, count, previous_valid, tail_valid, sequence, W, SHIFT)
     statistic = _norms(
         x_rows(k, previous, tail, sequence, low, place, head, heads, K, W, SHIFT), there, ROWS, K, BK
@@ -174,8 +174,8 @@ def _backward(
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, ROWS, PACKED)
     token_count = count
     if MASKED:
-        count = tl.load(lengths + sequence)
-    place = start + tl.arange(0, ROWS).to(tl.int64)
+        count = tl.load(lengths + sequence).to(tl.int32)
+    place = start + tl.arange(0, ROWS)
     stored = place < token_count
     token = (low + place) * heads + head
     of_gain, of_ridge, _ = _token_gradients(
@@ -200,7 +200,7 @@ def _backward(
         store_rows(into, 2.0 * scale[:, None] * key, stored, columns, K)
 
     if W - 1 + SHIFT > 0 and start == 0:  # the pairs from before the call
-        rows = tl.arange(0, BEFORE).to(tl.int64)
+        rows = tl.arange(0, BEFORE)
         pair = rows - (W - 1)
         there = rows < W - 1 + SHIFT
         scale = tl.zeros([BEFORE], tl.float32)
