@@ -12,6 +12,7 @@ from . import chunked, reference
 from .rule import Rule
 from .state import FalconState
 
+
 def _triton_attention(*args, **kwargs) -> tuple[Tensor, FalconState]:
     from . import triton_api  # so that nothing here needs triton
 

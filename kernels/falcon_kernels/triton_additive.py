@@ -37,9 +37,7 @@ def _prefix(
     CHUNK: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Weights and the log decay since each chunk's start, both moved from [B, T, H] to [H, B T]."""
-    _, low, count, start = chunk_of(
-        tl.program_id(0).to(tl.int64), bounds, first, owner, length, longest, CHUNK, PACKED
-    )
+    _, low, count, start = chunk_of(tl.program_id(0).to(tl.int64), bounds, first, owner, length, longest, CHUNK, PACKED)
     place = start + tl.arange(0, CHUNK)
     head = tl.program_id(1).to(tl.int64) * HEADS + tl.arange(0, HEADS)
     there = (place < count)[:, None] & (head < heads)[None, :]
@@ -62,9 +60,7 @@ def _weight_at(w, step, steps):
 
 
 @triton.jit
-def _band(
-    u, w, steps, end, pair, token, read_u, W: tl.constexpr, LAG: tl.constexpr, TRANSPOSED: tl.constexpr
-):
+def _band(u, w, steps, end, pair, token, read_u, W: tl.constexpr, LAG: tl.constexpr, TRANSPOSED: tl.constexpr):
     """M [tokens, pairs] or its transpose, and e [pairs].
 
     Args:
@@ -72,10 +68,7 @@ def _band(
     """
     column = _weight_at(w, pair, steps)
     at = _log_decay_at(u, pair, steps, end)
-    if TRANSPOSED:
-        age = (token[None, :] - LAG) - pair[:, None]
-    else:
-        age = (token[:, None] - LAG) - pair[None, :]
+    age = token[None, :] - LAG - pair[:, None] if TRANSPOSED else token[:, None] - LAG - pair[None, :]
     m = age.to(tl.float32) * 0.0
     for d in tl.static_range(1, W):
         m = tl.where(age == d - 1, column[:, None] if TRANSPOSED else column[None, :], m)
@@ -134,34 +127,32 @@ def _pass(
         end = tl.load(u + start + steps - 1)
         place = start + step
         there = place < count
-        x = load_rows(x_rows(k, previous, tail_x, sequence, low, place, head, heads, K, W, SHIFT), there, columns, K)
-        y = load_rows(v_rows(v, tail_v, sequence, low, place, head, heads, V, W), there, channels, V)
-        x, y = x.to(OPERAND), y.to(OPERAND)
+        x = x_rows(k, previous, tail_x, sequence, low, place, head, heads, K, W, SHIFT)
+        x = load_rows(x, there, columns, K).to(OPERAND)
+        y = v_rows(v, tail_v, sequence, low, place, head, heads, V, W)
+        y = load_rows(y, there, channels, V).to(OPERAND)
         read_u = _log_decay_at(u + start, step - LAG, steps, end)
         m, e = _band(u + start, w + start, steps, end, step, step, read_u, W, LAG, False)
         if STORE:
             tl.store(states + ((number + n) * heads + head) * K * V + matrix, s, mask=inside)
         if W > 1:
             pair = tl.arange(0, LOOKBACK) - LOOKBACK
-            place = start + pair
             before = pair >= 1 - W
-            old_x = load_rows(
-                x_rows(k, previous, tail_x, sequence, low, place, head, heads, K, W, SHIFT), before, columns, K
-            ).to(OPERAND)
-            old_y = load_rows(
-                v_rows(v, tail_v, sequence, low, place, head, heads, V, W), before, channels, V
-            ).to(OPERAND)
+            old_x = x_rows(k, previous, tail_x, sequence, low, start + pair, head, heads, K, W, SHIFT)
+            old_x = load_rows(old_x, before, columns, K).to(OPERAND)
+            old_y = v_rows(v, tail_v, sequence, low, start + pair, head, heads, V, W)
+            old_y = load_rows(old_y, before, channels, V).to(OPERAND)
             old_m, old_e = _band(u + start, w + start, steps, end, pair, step, read_u, W, LAG, False)
         if READ:
-            token = low + place if W == 1 else low + start + step
-            rows = load_rows(q + (token * heads + head) * K, there, columns, K).to(OPERAND)
+            token = (low + place) * heads + head
+            rows = load_rows(q + token * K, there, columns, K).to(OPERAND)
             scores = tl.dot(rows, tl.trans(x), input_precision=PRECISION) * m
             o = tl.dot(rows, s.to(OPERAND), input_precision=PRECISION) * tl.exp(read_u)[:, None]
             o = tl.dot(scores.to(OPERAND), y, o, input_precision=PRECISION)
             if W > 1:
                 scores = tl.dot(rows, tl.trans(old_x), input_precision=PRECISION) * old_m
                 o = tl.dot(scores.to(OPERAND), old_y, o, input_precision=PRECISION)
-            store_rows(output + (token * heads + head) * V, o, there, channels, V)
+            store_rows(output + token * V, o, there, channels, V)
         s = tl.dot(tl.trans(x), (e[:, None] * y).to(OPERAND), s * tl.exp(end), input_precision=PRECISION)
         if W > 1:
             s = tl.dot(tl.trans(old_x), (old_e[:, None] * old_y).to(OPERAND), s, input_precision=PRECISION)
@@ -288,9 +279,8 @@ def _chunk_backward(
     matrix_place = (number * heads + head) * K * V
 
     rows = load_rows(q + token * K, there, columns, K).to(OPERAND)
-    x = load_rows(
-        x_rows(k, previous, tail_x, sequence, low, start + step, head, heads, K, W, SHIFT), there, columns, K
-    ).to(OPERAND)
+    x = x_rows(k, previous, tail_x, sequence, low, start + step, head, heads, K, W, SHIFT)
+    x = load_rows(x, there, columns, K).to(OPERAND)
     mt, e = _band(u, w, steps, end, step, step, read_u, W, LAG, True)
     at_m = (tl.dot(x, tl.trans(rows), input_precision=PRECISION) * mt).to(OPERAND)
     n = tl.zeros([C, C], tl.float32)
@@ -301,9 +291,8 @@ def _chunk_backward(
     if W > 1:
         pair = tl.arange(0, LOOKBACK) - LOOKBACK
         before = pair >= 1 - W
-        old_x = load_rows(
-            x_rows(k, previous, tail_x, sequence, low, start + pair, head, heads, K, W, SHIFT), before, columns, K
-        ).to(OPERAND)
+        old_x = x_rows(k, previous, tail_x, sequence, low, start + pair, head, heads, K, W, SHIFT)
+        old_x = load_rows(old_x, before, columns, K).to(OPERAND)
         old_mt, old_e = _band(u, w, steps, end, pair, step, read_u, W, LAG, True)
         old_at_m = (tl.dot(old_x, tl.trans(rows), input_precision=PRECISION) * old_mt).to(OPERAND)
         old_n = tl.zeros([C, LOOKBACK], tl.float32)
@@ -315,9 +304,8 @@ def _chunk_backward(
         channels = begin + tl.arange(0, BV)
         matrix = columns[:, None] * V + channels[None, :]
         inside = (columns < K)[:, None] & (channels < V)[None, :]
-        y = load_rows(
-            v_rows(v, tail_v, sequence, low, start + step, head, heads, V, W), there, channels, V
-        ).to(OPERAND)
+        y = v_rows(v, tail_v, sequence, low, start + step, head, heads, V, W)
+        y = load_rows(y, there, channels, V).to(OPERAND)
         out = load_rows(grad_output + token * V, there, channels, V).to(OPERAND)
         s = tl.load(states + matrix_place + matrix, mask=inside, other=0.0)
         g = tl.load(grad_states + matrix_place + matrix, mask=inside, other=0.0)
@@ -331,9 +319,8 @@ def _chunk_backward(
         of_v = tl.dot(at_m, out, of_v, input_precision=PRECISION)
         store_rows(grad_v + token * V, of_v, there, channels, V)
         if W > 1:
-            old_y = load_rows(
-                v_rows(v, tail_v, sequence, low, start + pair, head, heads, V, W), before, channels, V
-            ).to(OPERAND)
+            old_y = v_rows(v, tail_v, sequence, low, start + pair, head, heads, V, W)
+            old_y = load_rows(old_y, before, channels, V).to(OPERAND)
             old_n = tl.dot(out, tl.trans(old_y), old_n, input_precision=PRECISION)
             old_nt = tl.dot(old_y, tl.trans(out), old_nt, input_precision=PRECISION)
             old_g = tl.dot(old_y, tl.trans(g), old_g, input_precision=PRECISION)
@@ -376,9 +363,7 @@ def _chunk_backward(
         z += tl.sum(tl.where(old_apart < W, old_z[:, None], 0.0), 0)
         windows = tl.dot(windows, ((apart >= 0) & (apart < W)).to(tl.float32), input_precision=BAND_PRECISION)
         old_windows = tl.dot(rows, tl.trans(old_x), input_precision=PRECISION) * old_n
-        windows = tl.dot(
-            old_windows, (old_apart < W).to(tl.float32), windows, input_precision=BAND_PRECISION
-        )
+        windows = tl.dot(old_windows, (old_apart < W).to(tl.float32), windows, input_precision=BAND_PRECISION)
     age = step[:, None] - LAG - step[None, :]
     b = tl.exp(tl.where(age >= 0, read_u[:, None] - own_u[None, :], float("-inf"))) * windows
     z = z * tl.exp(end - own_u)
@@ -462,7 +447,9 @@ class _Call:
         self.layout = layout = Layout.of(q, cu_seqlens, chunk)
         self.tokens = q.shape[0] * q.shape[1]
         self.key_tile = max(16, triton.next_power_of_2(self.key_dim))
-        self.forward_config, self.reverse_config, self.backward_config = launch.configs(q.device, operand_bytes, self.key_tile)
+        self.forward_config, self.reverse_config, self.backward_config = launch.configs(
+            q.device, operand_bytes, self.key_tile
+        )
         self.lookback = max(16, triton.next_power_of_2(window - 1)) if window > 1 else 16
         programs = layout.sequences * self.heads * triton.cdiv(self.value_dim, self._tile(self.forward_config))
         self.part_chunks = triton.cdiv(layout.longest, launch.segments(q.device, programs, layout.longest))
@@ -605,10 +592,10 @@ def additive(
     cu_seqlens: Tensor,
     window: int,
     shifted: bool,
-    before: bool,
+    read_before_write: bool,
 ) -> tuple[Tensor, Tensor]:
     """`additive_core` with absent tensors empty."""
-    call = _Call(q, v, cu_seqlens, window, shifted, before)
+    call = _Call(q, v, cu_seqlens, window, shifted, read_before_write)
     inputs = _Inputs(q, k, v, *call.prefix(weight, log_decay), previous_key, tail_x, tail_v)
     output, final = torch.empty_like(v), torch.empty_like(memory)
     call.forward(inputs, memory, output, memory.new_empty(0), final)
@@ -636,25 +623,23 @@ def additive_backward(
     cu_seqlens: Tensor,
     window: int,
     shifted: bool,
-    before: bool,
+    read_before_write: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of all but cu_seqlens, in the order of the arguments."""
-    call = _Call(q, v, cu_seqlens, window, shifted, before)
+    call = _Call(q, v, cu_seqlens, window, shifted, read_before_write)
     inputs = _Inputs(q, k, v, *call.prefix(weight, log_decay), previous_key, tail_x, tail_v)
     grad_output, grad_final = grad_output.to(v.dtype).contiguous(), grad_final.float().contiguous()
     into = {
         name: torch.empty_like(t)
         for name, t in (("q", q), ("k", k), ("v", v), ("weight", weight), ("log_decay", log_decay), ("memory", memory))
     }
-    # documents without tokens are not visited
-    into |= {
-        name: torch.zeros_like(t) for name, t in (("previous_key", previous_key), ("tail_x", tail_x), ("tail_v", tail_v))
-    }
+    before = {"previous_key": previous_key, "tail_x": tail_x, "tail_v": tail_v}
+    into |= {name: torch.zeros_like(t) for name, t in before.items()}  # documents without tokens are not visited
     states, grad_states = call.chunk_states(memory), call.chunk_states(memory)
     call.forward(inputs, memory, memory.new_empty(0), states, memory.new_empty(0))
     call.reverse(inputs, grad_output, grad_final, grad_states, into["memory"])
     call.backward(inputs, grad_output, states, grad_states, into)
-    return tuple(into.values())
+    return tuple(into.values())  # type: ignore[return-value]
 
 
 @additive_backward.register_fake

@@ -17,6 +17,7 @@ from .triton_additive import additive_core
 from .triton_schedule import RIDGE, schedule
 
 RULES = ("falcon_1a", "falcon_3a")
+INTERPRETED = triton.knobs.runtime.interpret
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -139,7 +140,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
             raise ValueError(
-                f"{name} has dtype {tensor.dtype}; with impl='triton' q, k and v must all be float32, bfloat16 or float16."
+                f"{name} has dtype {tensor.dtype}; with impl='triton' q, k and v must all be "
+                "float32, bfloat16 or float16."
             )
-    if q.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if q.device.type == "cpu" and not INTERPRETED:
         raise ValueError("q is on the CPU; with impl='triton' it must be on a GPU, or Triton's interpreter must be on.")

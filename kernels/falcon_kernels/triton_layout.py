@@ -69,9 +69,7 @@ def chunk_of(number, bounds, first, owner, length, longest, CHUNK: tl.constexpr,
 
 
 @triton.jit
-def x_rows(
-    k, previous, tail, sequence, low, place, head, heads, K: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr
-):
+def x_rows(k, previous, tail, sequence, low, place, head, heads, K: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr):
     """Pointers [R] to the rows of write features of the pairs `place` [R]; the keys themselves are shifted by SHIFT."""
     rows = k + ((low + place - SHIFT) * heads + head) * K
     if SHIFT:

@@ -97,9 +97,7 @@ def _forward(
     if MASKED:
         count = tl.load(lengths + sequence).to(tl.int32)
     there = _there(place, count, previous_valid, tail_valid, sequence, W, SHIFT)
-    statistic = _norms(
-        x_rows(k, previous, tail, sequence, low, place, head, heads, K, W, SHIFT), there, ROWS, K, BK
-    )
+    statistic = _norms(x_rows(k, previous, tail, sequence, low, place, head, heads, K, W, SHIFT), there, ROWS, K, BK)
     if W > 1:
         apart = rows[:, None] - rows[None, :]
         statistic = tl.sum(tl.where((apart >= 0) & (apart < W), statistic[None, :], 0.0), 1)
@@ -318,7 +316,7 @@ def schedule_backward(
         MASKED=lengths.numel() > 0, PACKED=cu_seqlens.numel() > 0, DETACH=detach,
         **_options(k, ridge_mode, direct, capped, epsilon, decay_floor),
     )  # fmt: skip
-    return tuple(into)
+    return tuple(into)  # type: ignore[return-value]
 
 
 @schedule_backward.register_fake
