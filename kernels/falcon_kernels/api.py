@@ -1,6 +1,7 @@
 """The two functions through which everything goes: a whole sequence, and one token."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -11,10 +12,19 @@ from . import chunked, reference
 from .rule import Rule
 from .state import FalconState
 
+
+def _triton_attention(*args, **kwargs) -> tuple[Tensor, FalconState]:
+    from . import triton_api  # so that nothing here needs triton
+
+    return triton_api.attention(*args, **kwargs)
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, FalconState]]] = {
     "reference": reference.attention,
     "torch": chunked.attention,
 }
+if find_spec("triton") is not None:
+    IMPLEMENTATIONS["triton"] = _triton_attention
 
 
 class FalconOutput(NamedTuple):
@@ -50,7 +60,8 @@ def falcon_attention(
         mask: [B, T] bool, False where there is no token. The result is that of the row without those places, with 0
             in them.
         cu_seqlens: [N + 1] integers from 0 to T, the bounds of N documents packed into one row (B = 1).
-        impl: `reference` (a loop over tokens) or `torch` (chunks); by default the fastest for the device.
+        impl: `reference` (a loop over tokens), `torch` (chunks) or, where it is installed, `triton` (GPU kernels for
+            `falcon_1a` and `falcon_3a`); by default the fastest for the device.
 
     Returns:
         `output` [B, T, H, V] in the dtype of v, and `final_state` or None.

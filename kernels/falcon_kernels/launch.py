@@ -1,0 +1,71 @@
+"""Launch configurations: fixed, few, and each of them run against float64 on the cards named here.
+
+A card is `large` where a program may have 200 KB of shared memory (Hopper), else `safe`, whose configurations fit in
+100 KB. Nothing is tuned at first use.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+
+class Config(NamedTuple):
+    """Sizes of one kernel launch."""
+
+    value_tile: int  # value channels of a program
+    warps: int
+    stages: int
+
+
+CHUNK = 64  # tokens; 32 for float32 and float16, whose tiles are twice as wide
+
+# (card, bytes of an operand, K rounded up to a power of two): forward pass, reverse pass, backward of a chunk
+TABLE = {
+    ("large", 2, 16): (Config(64, 4, 3), Config(64, 4, 3), Config(64, 4, 1)),
+    ("large", 2, 32): (Config(64, 4, 3), Config(64, 4, 3), Config(64, 4, 1)),
+    ("large", 2, 64): (Config(64, 4, 3), Config(64, 4, 3), Config(64, 4, 1)),
+    ("large", 2, 128): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 8, 1)),
+    ("large", 2, 256): (Config(64, 8, 2), Config(64, 8, 2), Config(32, 8, 1)),
+    ("safe", 2, 16): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1)),
+    ("safe", 2, 32): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1)),
+    ("safe", 2, 64): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1)),
+    ("safe", 2, 128): (Config(32, 4, 1), Config(32, 4, 2), Config(16, 8, 1)),
+    ("safe", 2, 256): (Config(16, 8, 1), Config(16, 8, 1), Config(16, 8, 1)),
+}
+SAFE_WIDE = (Config(32, 4, 1), Config(32, 4, 1), Config(16, 4, 1))  # 4-byte operands on any card, K up to 128
+SAFE_WIDEST = (Config(16, 8, 1), Config(16, 8, 1), Config(16, 8, 1))  # and K = 256
+
+
+@cache
+def card(device: torch.device) -> tuple[str, int]:
+    """Class of a card and its number of multiprocessors; the CPU, on which kernels are interpreted, counts as one."""
+    if device.type != "cuda":
+        return "safe", 1
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", 0)
+    return "large" if shared >= 200 * 1024 else "safe", properties.multi_processor_count
+
+
+def configs(device: torch.device, operand_bytes: int, key_tile: int) -> tuple[Config, Config, Config]:
+    """Configurations of the forward pass, the reverse pass and the backward of a chunk."""
+    if operand_bytes == 4:
+        return SAFE_WIDEST if key_tile > 128 else SAFE_WIDE
+    return TABLE[card(device)[0], operand_bytes, key_tile]
+
+
+def chunk_length(operand_bytes: int, window: int) -> int:
+    """C: 64 tokens or 32, and at least W - 1."""
+    return max(CHUNK if operand_bytes == 2 else CHUNK // 2, 1 << (window - 2).bit_length() if window > 1 else 1)
+
+
+def segments(device: torch.device, programs: int, chunks: int) -> int:
+    """Into how many parts to cut sequences of up to `chunks` chunks so that `programs` of them fill the card.
+
+    One part is the fused pass. More parts cost a second reading of keys and values, so that they have at least eight
+    chunks each, and a batch that fills the card is never cut.
+    """
+    processors = card(device)[1]
+    if programs >= processors:
+        return 1
+    return max(1, min(-(-2 * processors // programs), chunks // 8))

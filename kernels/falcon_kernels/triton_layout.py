@@ -1,0 +1,107 @@
+"""Where sequences and their chunks lie, for kernels that read B x T tokens of a batch as one long row.
+
+A sequence is a row of the batch, or a document of a packed row. Its tokens are numbered from 0 (`place`), its chunks
+too; pair j of a sequence is (x_j, v_j), with x_j = k_{j-1} where the keys are shifted. Pairs before the call have
+negative numbers and lie in the tail; x_0 of shifted keys is the previous key.
+"""
+
+from typing import NamedTuple, Self
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """Chunks of `chunk` tokens. With packing as many as any bounds can need, so that no shape depends on values."""
+
+    chunk: int
+    sequences: int  # S
+    length: int  # T
+    chunks: int  # all of them
+    longest: int  # chunks that one sequence can have
+    bounds: Tensor  # [S + 1] int64 with packing, else empty
+    first: Tensor  # [S + 1] int64 first chunk of each sequence with packing, else empty
+    owner: Tensor  # [chunks] int64 sequence of each chunk with packing, else empty
+    packed: bool
+
+    @classmethod
+    def of(cls, tokens: Tensor, cu_seqlens: Tensor, chunk: int) -> Self:
+        """The layout of tensors [B, T, ...]; `cu_seqlens` is empty without packing."""
+        batch, length = tokens.shape[:2]
+        longest = -(-length // chunk)
+        if cu_seqlens.numel() == 0:
+            nothing = torch.empty(0, dtype=torch.int64, device=tokens.device)
+            return cls(chunk, batch, length, batch * longest, longest, nothing, nothing, nothing, False)
+        bounds = cu_seqlens.to(tokens.device, torch.int64)
+        first = torch.nn.functional.pad(((bounds.diff() + chunk - 1) // chunk).cumsum(0), (1, 0))
+        sequences = cu_seqlens.shape[0] - 1
+        chunks = length // chunk + sequences
+        number = torch.arange(chunks, device=tokens.device)
+        owner = (torch.searchsorted(first, number, right=True) - 1).clamp_max(sequences - 1)
+        return cls(chunk, sequences, length, chunks, longest, bounds, first, owner, True)
+
+
+@triton.jit
+def span(sequence, bounds, length, PACKED: tl.constexpr):
+    """First token, int64, and number of tokens of a sequence, int32."""
+    if PACKED:
+        low = tl.load(bounds + sequence)
+        count = (tl.load(bounds + sequence + 1) - low).to(tl.int32)
+    else:
+        low = sequence * length
+        count = (sequence * 0 + length).to(tl.int32)
+    return low, count
+
+
+@triton.jit
+def chunk_of(number, bounds, first, owner, length, longest, CHUNK: tl.constexpr, PACKED: tl.constexpr):
+    """Sequence of a chunk, the sequence's first token and length, and the place at which the chunk starts."""
+    if PACKED:
+        sequence = tl.load(owner + number)
+        start = ((number - tl.load(first + sequence)) * CHUNK).to(tl.int32)
+    else:
+        sequence = number // longest
+        start = ((number - sequence * longest) * CHUNK).to(tl.int32)
+    low, count = span(sequence, bounds, length, PACKED)
+    return sequence, low, count, start
+
+
+@triton.jit
+def x_rows(k, previous, tail, sequence, low, place, head, heads, K: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr):
+    """Pointers [R] to the rows of write features of the pairs `place` [R]; the keys themselves are shifted by SHIFT."""
+    rows = k + ((low + place - SHIFT) * heads + head) * K
+    if SHIFT:
+        rows = tl.where(place == 0, previous + (sequence * heads + head) * K, rows)
+    if W > 1:
+        rows = tl.where(place < 0, tail + ((sequence * (W - 1) + W - 1 + place) * heads + head) * K, rows)
+    return rows
+
+
+@triton.jit
+def v_rows(v, tail, sequence, low, place, head, heads, V: tl.constexpr, W: tl.constexpr):
+    """Pointers [R] to the rows of values of the pairs `place` [R]."""
+    rows = v + ((low + place) * heads + head) * V
+    if W > 1:
+        rows = tl.where(place < 0, tail + ((sequence * (W - 1) + W - 1 + place) * heads + head) * V, rows)
+    return rows
+
+
+@triton.jit
+def _inside(there, columns, WIDTH: tl.constexpr):
+    if (columns.shape[0] * 0 + WIDTH) % columns.shape[0] == 0:  # an int beside a constexpr in the interpreter
+        return there[:, None]
+    else:
+        return there[:, None] & (columns < WIDTH)[None, :]
+
+
+@triton.jit
+def load_rows(rows, there, columns, WIDTH: tl.constexpr):
+    """[R, columns] of rows of WIDTH numbers, 0 past the width and where not `there`; columns start at a whole tile."""
+    return tl.load(rows[:, None] + columns[None, :], mask=_inside(there, columns, WIDTH), other=0.0)
+
+
+@triton.jit
+def store_rows(rows, tile, there, columns, WIDTH: tl.constexpr):
+    tl.store(rows[:, None] + columns[None, :], tile, mask=_inside(there, columns, WIDTH))

@@ -1,0 +1,24 @@
+"""Triton kernels on the CPU: its interpreter, made to run beside a numpy that no longer turns [3] into the number 3."""
+
+import os
+
+import torch
+
+
+def switch_on() -> None:
+    """Before the first import of a kernel. Does nothing where there is a GPU."""
+    if torch.cuda.is_available():
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter
+
+    if getattr(interpreter, "falcon_patched", False):
+        return
+    original = interpreter._patch_lang_tensor
+
+    def patch(tensor, scope):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch
+    interpreter.falcon_patched = True

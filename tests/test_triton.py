@@ -1,0 +1,283 @@
+"""The Triton kernels are the recurrence: values, states, gradients, and the custom ops around them.
+
+Without a GPU they run in Triton's interpreter, in float32 and small.
+"""
+
+import pytest
+import torch
+from cases import VARIANTS, assert_same, assert_same_state, attend, cut, gradients, leaves, make_inputs, make_state
+from falcon_kernels import Rule
+from falcon_kernels.schedule import energy, step_and_log_decay
+
+triton = pytest.importorskip("triton")
+
+import interpreter  # noqa: E402
+
+interpreter.switch_on()
+
+from falcon_kernels import launch, triton_additive, triton_schedule  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RULES = {name: rule for name, rule in VARIANTS.items() if rule.name in ("falcon_1a", "falcon_3a")}
+FORWARD, GRADIENT = 1e-5, 5e-5  # float32
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch):
+    """Memory that a kernel has to fill holds NaN before it does."""
+
+    def poison(make):
+        def made(*args, **kwargs):
+            t = make(*args, **kwargs)
+            return t.fill_(torch.nan) if t.is_floating_point() else t
+
+        return made
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+def compare(rule, inputs, state=None, forward=FORWARD, gradient=GRADIENT, **options):
+    """`impl="triton"` in float32 beside the recurrence in float64; returns the former's result and gradients."""
+    inputs, state = (None if t is None else _on_device(t) for t in (inputs, state))
+    exact = {n: None if t is None else t.detach().double().requires_grad_() for n, t in inputs.items()}
+    wide = (lambda t: t.detach().double().requires_grad_()) if state is not None else None
+    exact_state = None if state is None else state.map(lambda t: wide(t) if t.is_floating_point() else t)
+    have = attend(inputs, rule, initial_state=state, impl="triton", **options)
+    want = attend(exact, rule, initial_state=exact_state, impl="reference", **options)
+    assert_same(have.output, want.output, forward, "output")
+    assert_same_state(have.final_state, want.final_state, forward)
+    tensors = leaves(inputs, state)
+    have_gradients = gradients(have, list(tensors.values()))
+    want_gradients = gradients(want, list(leaves(exact, exact_state).values()))
+    for what, a, b in zip(tensors, have_gradients, want_gradients, strict=True):
+        assert_same(a, b, gradient, f"gradient of {what}")
+    return have, dict(zip(tensors, have_gradients, strict=True))
+
+
+def _on_device(tensors):
+    """Inputs or a state as leaves on the device under test."""
+
+    def move(t):
+        t = None if t is None else t.detach().to(DEVICE)
+        return t.requires_grad_() if t is not None and t.is_floating_point() else t
+
+    return {n: move(t) for n, t in tensors.items()} if isinstance(tensors, dict) else tensors.map(move)
+
+
+def inputs_of(rule, T, B=1, H=2, K=16, V=16, **options):
+    return make_inputs(rule, B=B, T=T, H=H, K=K, V=V, dtype=torch.float32, **options)
+
+
+def state_of(rule, B=1, H=2, K=16, V=16, **options):
+    return make_state(rule, B=B, H=H, K=K, V=V, dtype=torch.float32, **options)
+
+
+@pytest.mark.parametrize("length", [1, 15, 17, 64, 65])
+@pytest.mark.parametrize("name", RULES)
+def test_the_recurrence_from_a_carried_state(name, length):
+    compare(RULES[name], inputs_of(RULES[name], length, H=1), state_of(RULES[name], H=1))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_recurrence_from_the_start(name):
+    compare(RULES[name], inputs_of(RULES[name], 34, B=2, H=1))
+
+
+@pytest.mark.parametrize("alignment", ["next_latent", "same_step"])
+@pytest.mark.parametrize("timing", ["read_after_write", "read_before_write"])
+@pytest.mark.parametrize("tail", range(4))
+def test_every_length_of_the_tail(alignment, timing, tail):
+    rule = Rule("falcon_3a", alignment=alignment, timing=timing)
+    for length in (1, 2, 5):
+        compare(rule, inputs_of(rule, length, H=1), state_of(rule, H=1, tail=tail))
+
+
+@pytest.mark.parametrize("window", [2, 18])
+def test_windows_up_to_a_chunk(window):
+    rule = Rule("falcon_3a", window=window)
+    compare(rule, inputs_of(rule, 40, H=1), state_of(rule, H=1, tail=window // 2))
+
+
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_packed_documents(name, carried):
+    """Documents of one token and of none, one that ends with its chunk, and one over several chunks."""
+    rule = RULES[name]
+    lengths = [1, 34, 1, 0, 32, 0]
+    bounds = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    state = state_of(rule, B=len(lengths), H=1) if carried else None
+    compare(rule, inputs_of(rule, sum(lengths), H=1), state, cu_seqlens=bounds)
+
+
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_masks_with_holes(name, carried):
+    rule, length = RULES[name], 37
+    masks = torch.ones(4, length, dtype=torch.bool)
+    masks[0, :20] = False
+    masks[1, 1::3] = False
+    masks[2, :] = False
+    masks[3, 30:] = False
+    inputs = inputs_of(rule, length, B=4, H=1)
+    for t in inputs.values():
+        if t is not None:
+            t[~masks] = torch.nan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("falcon_kernels.api._check_values", lambda *_: None)
+        have, grads = compare(rule, inputs, state_of(rule, B=4, H=1) if carried else None, mask=masks.to(DEVICE))
+    assert not have.output[~masks].any()
+    assert not any(grads[n][~masks].any() for n, t in inputs.items() if t is not None)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_sequences_cut_into_parts(name, monkeypatch):
+    """Long sequences in a small batch: parts of them at once, rounding apart the same; also where parts are empty."""
+    rule = RULES[name]
+    monkeypatch.setattr(launch, "segments", lambda *_: 3)
+    compare(rule, inputs_of(rule, 165, H=1), state_of(rule, H=1))
+    bounds = torch.tensor([0, 5, 105, 105, 138], device=DEVICE)
+    compare(rule, inputs_of(rule, 138, H=1), state_of(rule, B=4, H=1), cu_seqlens=bounds)
+
+
+@pytest.mark.parametrize(("K", "V"), [(96, 32), (32, 96), (128, 64), (192, 16), (16, 256)])
+def test_head_dimensions(K, V):
+    rule = Rule("falcon_3a")
+    compare(rule, inputs_of(rule, 36, H=1, K=K, V=V), state_of(rule, H=1, K=K, V=V))
+
+
+@pytest.mark.parametrize("name", ["falcon_1a", "falcon_3a"])
+def test_decay_at_its_floor(name):
+    """exp(-u) would overflow here."""
+    rule = Rule(name, ridge="direct", decay_floor=0.01)
+    inputs = inputs_of(rule, 70, H=1)
+    inputs["gain"] = 1.5 + inputs["gain"] / 4.1
+    inputs["ridge"] = torch.full_like(inputs["ridge"], 1e5)
+    inputs["ridge"][:, 30:40] = 0.1
+    inputs["v"] = inputs["v"] * 1e3
+    compare(rule, inputs, state_of(rule, H=1))
+
+
+@pytest.mark.parametrize("ridge", ["scale_coupled", "direct", "none"])
+@pytest.mark.parametrize("name", ["falcon_1a", "falcon_3a"])
+def test_zero_keys(name, ridge):
+    """No energy and no epsilon: no step, and no NaN."""
+    rule = Rule(name, ridge=ridge, epsilon=0.0)
+    inputs = inputs_of(rule, 20, H=1)
+    inputs["k"][:, 5:12] = 0
+    compare(rule, inputs, state_of(rule, H=1))
+
+
+@pytest.mark.parametrize("step_size", ["gain", "direct"])
+@pytest.mark.parametrize("ridge", ["scale_coupled", "direct", "none"])
+def test_the_schedule_of_a_regression_rule(step_size, ridge):
+    """The cap of a direct step size, alone: no core for regression rules is needed."""
+    rule = Rule("falcon_1", step_size=step_size, ridge=ridge)
+    inputs = {n: t for n, t in inputs_of(rule, 70, H=1, requires_grad=True).items() if t is not None}
+    state = state_of(rule, H=1, requires_grad=True)
+    exact = {n: t.detach().double().requires_grad_() for n, t in inputs.items()}
+    key = state.previous_key.detach().double().requires_grad_()
+    x = torch.cat([key[:, None], exact["k"][:, :-1]], 1)
+    count = torch.ones(1, 70, 1, dtype=torch.float64)
+    want = step_and_log_decay(energy(x, count, rule), exact["gain"], exact.get("ridge"), count > 0, rule)
+    nothing, flags, places = torch.empty(0), torch.empty(0).bool(), torch.empty(0).long()
+    have = triton_schedule.schedule(
+        inputs["k"], inputs["gain"], inputs.get("ridge", nothing), state.previous_key, state.previous_valid, nothing,
+        flags, places, places, 1, True, triton_schedule.RIDGE[ridge], step_size == "direct", True, False,
+        rule.epsilon, rule.decay_floor,
+    )  # fmt: skip
+    for a, b in zip(have[:2], want, strict=True):
+        assert_same(a, b, 1e-6)
+    wanted = [exact["k"], exact["gain"], key, *([exact["ridge"]] if ridge != "none" else [])]
+    given = [inputs["k"], inputs["gain"], state.previous_key, *([inputs["ridge"]] if ridge != "none" else [])]
+    weights = [torch.randn(1, 70, 1, dtype=torch.float64) for _ in range(2)]
+    total, exact_total = (
+        sum((t * w.to(t.dtype)).sum() for t, w in zip(ts, weights, strict=True)) for ts in (have[:2], want)
+    )
+    for a, b in zip(torch.autograd.grad(total, given), torch.autograd.grad(exact_total, wanted), strict=True):
+        assert_same(a, b, GRADIENT)
+
+
+@pytest.mark.parametrize("name", ["falcon_1a", "falcon_3a"])
+def test_any_split_with_the_carried_state_is_one_pass(name):
+    rule = Rule(name)
+    inputs = _on_device(inputs_of(rule, 8, H=1))
+    whole = attend(inputs, rule, impl="triton")
+    for split in range(9):
+        state, outputs = None, []
+        for part in (cut(inputs, 0, split), cut(inputs, split, 8)):
+            result = attend(part, rule, initial_state=state, impl="triton")
+            state = result.final_state
+            outputs.append(result.output)
+        assert_same(torch.cat(outputs, 1), whole.output, 1e-6, f"split at {split}")
+        assert_same_state(state, whole.final_state, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["falcon_1a", "falcon_3a"])
+def test_the_same_bits_every_time_and_in_every_batch(name):
+    rule = Rule(name)
+    inputs = inputs_of(rule, 40, B=3)
+    runs = []
+    for rows in (slice(None), slice(None), slice(1, 2)):
+        own = _on_device({n: t[rows] for n, t in inputs.items()})
+        result = attend(own, rule, impl="triton")
+        runs.append([result.output, *torch.autograd.grad(result.output.square().sum(), list(own.values()))])
+    for a, b, alone in zip(*runs, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a[1:2], alone)
+
+
+def op_arguments(rule, T=20, requires_grad=True):
+    """Arguments of the schedule's and the core's ops for a row with a carried state."""
+    inputs, state = _on_device(inputs_of(rule, T, H=1)), _on_device(state_of(rule, H=1))
+    nothing = torch.zeros(0, device=DEVICE)
+    tail_x, tail_v, tail_valid = state[3:6] if rule.window > 1 else (nothing, nothing, nothing.bool())
+    schedule = (
+        inputs["k"], inputs["gain"], inputs["ridge"], state.previous_key, state.previous_valid, tail_x, tail_valid,
+        nothing.long(), nothing.long(), rule.window, True, 2, False, False, rule.detach_energy, 1e-6, 0.01,
+    )  # fmt: skip
+    weight, log_decay = (t.detach().requires_grad_() for t in triton_schedule.schedule(*schedule)[:2])
+    core = (
+        inputs["q"], inputs["k"], inputs["v"], weight, log_decay, state.memory, state.previous_key, tail_x, tail_v,
+        nothing.long(), rule.window, True, False,
+    )  # fmt: skip
+    return schedule, core
+
+
+@pytest.mark.parametrize("name", ["falcon_1a", "falcon_3a"])
+def test_custom_ops_keep_their_contract(name, monkeypatch):
+    monkeypatch.undo()  # the checks look at memory that they allocate themselves
+    schedule, core = op_arguments(Rule(name))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(triton_schedule.schedule, schedule, test_utils=tests)
+    torch.library.opcheck(triton_additive.additive, core, test_utils=tests)
+
+
+@pytest.mark.parametrize("name", ["falcon_1a", "falcon_3a"])
+def test_one_graph_under_compile(name, monkeypatch):
+    monkeypatch.undo()
+    rule = Rule(name)
+    inputs, state = _on_device(inputs_of(rule, 20, H=1)), _on_device(state_of(rule, H=1))
+    mask = torch.ones(1, 20, dtype=torch.bool, device=DEVICE)
+    mask[0, 3] = False
+
+    def run(inputs):
+        result = attend(inputs, rule, initial_state=state, mask=mask, impl="triton")
+        return result.output, result.final_state.memory
+
+    torch._dynamo.reset()
+    for a, b in zip(torch.compile(run, fullgraph=True, backend="eager")(inputs), run(inputs), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "message"),
+    [
+        (Rule("falcon_2a"), torch.float32, "rule is falcon_2a; with impl='triton' it must be one of"),
+        (Rule("falcon_1a"), torch.float64, "q has dtype torch.float64; with impl='triton'"),
+        (Rule("falcon_3a", window=200), torch.float32, "rule.window is 200; it must be at most 129"),
+    ],
+)
+def test_what_is_not_there_is_refused_in_one_sentence(rule, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        attend(_on_device(make_inputs(rule, T=5, dtype=dtype)), rule, impl="triton")
