@@ -160,37 +160,29 @@ def _pairwise(to_coarse, to_fine, from_coarse, from_fine, mask):
 
 
 @triton.jit
-def _invert16(n):
-    """(I + n)^-1 for n [16, 16] strictly lower triangular, by substitution."""
+def _eliminate(inverse, n, i, j):
+    """Step j of the substitution: subtracts column j of n times row j of the inverse so far."""
+    column = tl.sum(tl.where(i[None, :] == j, n, 0.0), 1)
+    row = tl.sum(tl.where(i[:, None] == j, inverse, 0.0), 0)
+    return inverse - column[:, None] * row[None, :]
+
+
+@triton.jit
+def _invert16(n0, n1, n2, n3):
+    """(I + n)^-1 by substitution, for four strictly lower triangular matrices n [16, 16] at once."""
     i = tl.arange(0, 16)
-    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    for j in tl.static_range(15):
-        column = tl.sum(tl.where(i[None, :] == j, n, 0.0), 1)
-        row = tl.sum(tl.where(i[:, None] == j, inverse, 0.0), 0)
-        inverse -= column[:, None] * row[None, :]
-    return inverse
+    a0 = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    a1, a2, a3 = a0, a0, a0
+    for j in range(15):
+        a0, a1 = _eliminate(a0, n0, i, j), _eliminate(a1, n1, i, j)
+        a2, a3 = _eliminate(a2, n2, i, j), _eliminate(a3, n3, i, j)
+    return a0, a1, a2, a3
 
 
 @triton.jit
 def _dot16(a, b):
     """Products that the inverse is merged with: float32 or its equal, whatever the inputs are."""
     return tl.dot(a, b, input_precision="tf32x3")
-
-
-@triton.jit
-def _lower_blocks(a00, a10, a11, a20, a21, a22, a30, a31, a32, a33, r0, r1, r2, r3, PREC: tl.constexpr):
-    """The product of a lower triangular matrix of 4 x 4 blocks of 16 with four blocks of rows."""
-    y0 = tl.dot(a00, r0, input_precision=PREC)
-    y1 = tl.dot(a10, r0, input_precision=PREC)
-    y1 = tl.dot(a11, r1, y1, input_precision=PREC)
-    y2 = tl.dot(a20, r0, input_precision=PREC)
-    y2 = tl.dot(a21, r1, y2, input_precision=PREC)
-    y2 = tl.dot(a22, r2, y2, input_precision=PREC)
-    y3 = tl.dot(a30, r0, input_precision=PREC)
-    y3 = tl.dot(a31, r1, y3, input_precision=PREC)
-    y3 = tl.dot(a32, r2, y3, input_precision=PREC)
-    y3 = tl.dot(a33, r3, y3, input_precision=PREC)
-    return y0, y1, y2, y3
 
 
 # Local phase
@@ -271,7 +263,7 @@ def _local(
     n31 = -e3[:, None] * g31 * _pairwise(pc3[:, None], pf3[:, None], uc1[None, :], uf1[None, :], every)
     n32 = -e3[:, None] * g32 * _pairwise(pc3[:, None], pf3[:, None], uc2[None, :], uf2[None, :], every)
 
-    a00, a11, a22, a33 = _invert16(n00), _invert16(n11), _invert16(n22), _invert16(n33)
+    a00, a11, a22, a33 = _invert16(n00, n11, n22, n33)
     a10 = _dot16(a11, _dot16(n10, a00))
     a32 = _dot16(a33, _dot16(n32, a22))
     a21 = _dot16(a22, _dot16(n21, a11))
@@ -286,27 +278,45 @@ def _local(
     for first in range(0, K, BK):
         columns = first + tl.arange(0, BK)
         r0 = h0[:, None] * _tile(x0, columns, in0, K, tl.float32)
+        y = tl.dot(a00, r0, input_precision=PREC)
+        _store(w + s0 * K, columns, in0, K, y)
         r1 = h1[:, None] * _tile(x1, columns, in1, K, tl.float32)
+        y = tl.dot(a10, r0, input_precision=PREC)
+        y = tl.dot(a11, r1, y, input_precision=PREC)
+        _store(w + s1 * K, columns, in1, K, y)
         r2 = h2[:, None] * _tile(x2, columns, in2, K, tl.float32)
+        y = tl.dot(a20, r0, input_precision=PREC)
+        y = tl.dot(a21, r1, y, input_precision=PREC)
+        y = tl.dot(a22, r2, y, input_precision=PREC)
+        _store(w + s2 * K, columns, in2, K, y)
         r3 = h3[:, None] * _tile(x3, columns, in3, K, tl.float32)
-        y0, y1, y2, y3 = _lower_blocks(a00, a10, a11, a20, a21, a22, a30, a31, a32, a33, r0, r1, r2, r3, PREC)
-        _store(w + s0 * K, columns, in0, K, y0)
-        _store(w + s1 * K, columns, in1, K, y1)
-        _store(w + s2 * K, columns, in2, K, y2)
-        _store(w + s3 * K, columns, in3, K, y3)
+        y = tl.dot(a30, r0, input_precision=PREC)
+        y = tl.dot(a31, r1, y, input_precision=PREC)
+        y = tl.dot(a32, r2, y, input_precision=PREC)
+        y = tl.dot(a33, r3, y, input_precision=PREC)
+        _store(w + s3 * K, columns, in3, K, y)
 
     if VALUES:
         for first in range(0, V, BV):
             columns = first + tl.arange(0, BV)
             r0 = e0[:, None] * _tile(v + s0 * V, columns, in0, V, tl.float32)
+            y = tl.dot(a00, r0, input_precision=PREC)
+            _store(u + s0 * V, columns, in0, V, y)
             r1 = e1[:, None] * _tile(v + s1 * V, columns, in1, V, tl.float32)
+            y = tl.dot(a10, r0, input_precision=PREC)
+            y = tl.dot(a11, r1, y, input_precision=PREC)
+            _store(u + s1 * V, columns, in1, V, y)
             r2 = e2[:, None] * _tile(v + s2 * V, columns, in2, V, tl.float32)
+            y = tl.dot(a20, r0, input_precision=PREC)
+            y = tl.dot(a21, r1, y, input_precision=PREC)
+            y = tl.dot(a22, r2, y, input_precision=PREC)
+            _store(u + s2 * V, columns, in2, V, y)
             r3 = e3[:, None] * _tile(v + s3 * V, columns, in3, V, tl.float32)
-            y0, y1, y2, y3 = _lower_blocks(a00, a10, a11, a20, a21, a22, a30, a31, a32, a33, r0, r1, r2, r3, PREC)
-            _store(u + s0 * V, columns, in0, V, y0)
-            _store(u + s1 * V, columns, in1, V, y1)
-            _store(u + s2 * V, columns, in2, V, y2)
-            _store(u + s3 * V, columns, in3, V, y3)
+            y = tl.dot(a30, r0, input_precision=PREC)
+            y = tl.dot(a31, r1, y, input_precision=PREC)
+            y = tl.dot(a32, r2, y, input_precision=PREC)
+            y = tl.dot(a33, r3, y, input_precision=PREC)
+            _store(u + s3 * V, columns, in3, V, y)
     else:
         base = inverse + program.to(tl.int64) * C * C
         zero = tl.zeros([16, 16], tl.float32)
@@ -882,10 +892,12 @@ class _Plan:
         self.shifted, self.before = shifted, int(before)
 
     def local(self, k, v, previous, weight, log_decay, w, u, inverse, values: bool) -> None:
+        most = 32 if self.wide == torch.bfloat16 else 16  # channels at a time: all is in the registers of one warp
         _local[(self.slots * self.heads,)](
             k, v, previous, weight, log_decay, self.bounds, w, u, inverse, self.length, self.sequences, self.heads,
-            K=self.K, V=self.V, BK=self.key_tile, BV=self.value_tile, SHIFTED=self.shifted, PACKED=self.packed,
-            VALUES=values, DT=self.operand, PREC=self.precision, num_warps=1, num_stages=1,
+            K=self.K, V=self.V, BK=min(self.key_tile, most), BV=min(self.value_tile, most),
+            SHIFTED=self.shifted, PACKED=self.packed, VALUES=values, DT=self.operand, PREC=self.precision,
+            num_warps=1, num_stages=1,
         )  # fmt: skip
 
     def over_chunks(self, kernel, tensors, **options) -> None:
