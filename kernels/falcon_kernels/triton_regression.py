@@ -189,8 +189,10 @@ def _dot16(a, b):
 
 
 @triton.jit
-def _gram(a, b, total, PREC: tl.constexpr):
-    return tl.dot(a, tl.trans(b), total, input_precision=PREC)
+def _gram(a, b, total):
+    """total + a b'. Where keys repeat and gains are near 2, a rounding of x'x counts as often as the chunk has steps:
+    float32 is rounded here, not truncated as by tensor cores."""
+    return tl.dot(a, tl.trans(b), total, input_precision="ieee")
 
 
 @triton.jit
@@ -229,11 +231,11 @@ def _local(
         columns = first + tl.arange(0, BK)
         a0, a1 = _tile(x0, columns, in0, K, DT), _tile(x1, columns, in1, K, DT)
         a2, a3 = _tile(x2, columns, in2, K, DT), _tile(x3, columns, in3, K, DT)
-        g00, g11 = _gram(a0, a0, g00, PREC), _gram(a1, a1, g11, PREC)
-        g22, g33 = _gram(a2, a2, g22, PREC), _gram(a3, a3, g33, PREC)
-        g10, g32 = _gram(a1, a0, g10, PREC), _gram(a3, a2, g32, PREC)
-        g20, g21 = _gram(a2, a0, g20, PREC), _gram(a2, a1, g21, PREC)
-        g30, g31 = _gram(a3, a0, g30, PREC), _gram(a3, a1, g31, PREC)
+        g00, g11 = _gram(a0, a0, g00), _gram(a1, a1, g11)
+        g22, g33 = _gram(a2, a2, g22), _gram(a3, a3, g33)
+        g10, g32 = _gram(a1, a0, g10), _gram(a3, a2, g32)
+        g20, g21 = _gram(a2, a0, g20), _gram(a2, a1, g21)
+        g30, g31 = _gram(a3, a0, g30), _gram(a3, a1, g31)
 
     # u at and before each token, in two parts
     c0, f0 = _parts(tl.load(log_decay + s0, mask=in0, other=0.0))
@@ -264,12 +266,12 @@ def _local(
     n32 = -e3[:, None] * g32 * _pairwise(pc3[:, None], pf3[:, None], uc2[None, :], uf2[None, :], every)
 
     a00, a11, a22, a33 = _invert16(n00, n11, n22, n33)
-    a10 = _dot16(a11, _dot16(n10, a00))
-    a32 = _dot16(a33, _dot16(n32, a22))
-    a21 = _dot16(a22, _dot16(n21, a11))
-    a20 = _dot16(a22, _dot16(n20, a00) + _dot16(n21, a10))
-    a31 = _dot16(a33, _dot16(n31, a11) + _dot16(n32, a21))
-    a30 = _dot16(a33, _dot16(n30, a00) + _dot16(n31, a10) + _dot16(n32, a20))
+    b10, b21, b32 = _dot16(a11, n10), _dot16(a22, n21), _dot16(a33, n32)
+    b20, b31, b30 = _dot16(a22, n20), _dot16(a33, n31), _dot16(a33, n30)
+    a10, a21, a32 = _dot16(b10, a00), _dot16(b21, a11), _dot16(b32, a22)
+    a20 = _dot16(b20, a00) + _dot16(b21, a10)
+    a31 = _dot16(b31, a11) + _dot16(b32, a21)
+    a30 = _dot16(b30, a00) + _dot16(b31, a10) + _dot16(b32, a20)
 
     h0 = e0 * tl.exp(pc0 + pf0)
     h1 = e1 * tl.exp(pc1 + pf1)
