@@ -1,13 +1,14 @@
 """One token of any rule in one Triton launch, with the state updated in place.
 
 One program per row and head. It holds a tile of the memory [K, BV] in registers, reads it once and writes it once, and
-goes through the value channels tile by tile, the next tile on its way while this one is worked on. All else (window,
-energy, step size) is small and computed while the first tile is on its way.
+goes through the value channels tile by tile. All else (window, energy, step size) is small and computed while the
+first tile is on its way.
 
 Every location of the state that a program writes is read by that program alone, with a barrier in between, except for
 the flags `previous_valid` and `tail_valid`, which the heads of a row share: see `_update_flags`.
 """
 
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,14 +25,17 @@ LARGEST_HEADS = 127  # what fits into seven bits, see _update_flags
 
 
 class Launch(NamedTuple):
-    tile: int  # largest number of memory elements in a program's registers, the next tile aside
-    per_warp: int  # memory elements for each warp
+    """How the work is cut. No choice here needs more than a few KiB of shared memory."""
+
+    tile: int  # largest number of memory elements that a program holds at once
+    per_warp: int  # of them for each warp
     most_warps: int
+    registers: int | None  # most per thread; above what the compiler would take, it decides how many programs fit
 
 
-DEFAULT_LAUNCH = Launch(tile=8192, per_warp=1024, most_warps=8)
+DEFAULT_LAUNCH = Launch(tile=8192, per_warp=1024, most_warps=8, registers=None)
 LAUNCHES = {  # by compute capability
-    (9, 0): Launch(tile=16384, per_warp=1024, most_warps=8),
+    (9, 0): Launch(tile=16384, per_warp=1024, most_warps=8, registers=128),
 }
 
 
@@ -50,6 +54,8 @@ def step(
     What the kernel does not take (float64, a state with gaps between its elements, more than 127 heads) goes through
     the reference.
     """
+    if q.device.type != "cuda" and isinstance(step_kernel, triton.JITFunction):
+        raise ValueError(f"impl is 'triton', but q is on {q.device}; the Triton kernels need a CUDA device.")
     if not _supported((q, k, v, gain, ridge), state):
         output, after = reference.step(q, k, v, gain, ridge, state, rule, mask)
         state.copy_(after)
@@ -96,46 +102,55 @@ def _launch(
     if output.numel() == 0:
         return output
     q, k, v, gain, ridge, mask = (None if t is None else t.contiguous() for t in (q, k, v, gain, ridge, mask))
-    facts = RULES[name]
-    columns, warps = _tile(K, V, q.device)
+    columns, warps, registers = cut(K, V, launch(q.device))
     with _on(q.device):
         step_kernel[(B * H,)](
             q, k, v, gain, ridge, mask, memory,
             previous_key, previous_valid, tail_x, tail_v, tail_valid, normalizer, output,
             H, epsilon, 1 - decay_floor, read_epsilon,
-            K=K, V=V, W=window,
-            RESIDUAL=facts.residual, PER_CHANNEL=facts.per_channel,
-            SHIFT=alignment == "next_latent", BEFORE=timing == "read_before_write",
-            DIRECT_STEP=step_size == "direct", RIDGE=ridge_kind,
-            ENERGY=smoothness if name == "falcon_3" and window > 1 else "trace",
-            NORMALIZED=normalized_read, MASKED=mask is not None,
-            BK=triton.next_power_of_2(K), BV=columns, BW=triton.next_power_of_2(window), num_warps=warps,
+            K=K, V=V, MASKED=mask is not None, BK=triton.next_power_of_2(K), BV=columns,
+            **constants(name, window, alignment, timing, step_size, ridge_kind, smoothness, normalized_read),
+            num_warps=warps, maxnreg=registers,
         )  # fmt: skip
     return output
 
 
-class _Nothing:
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        return None
+@lru_cache
+def constants(name, window, alignment, timing, step_size, ridge_kind, smoothness, normalized_read):
+    """A rule as the kernel's constants."""
+    residual, per_channel, _ = RULES[name]
+    return {
+        "W": window,
+        "BW": triton.next_power_of_2(window),
+        "RESIDUAL": residual,
+        "PER_CHANNEL": per_channel,
+        "SHIFT": alignment == "next_latent",
+        "BEFORE": timing == "read_before_write",
+        "DIRECT_STEP": step_size == "direct",
+        "RIDGE": ridge_kind,
+        "ENERGY": smoothness if name == "falcon_3" and window > 1 else "trace",
+        "NORMALIZED": normalized_read,
+    }
 
 
 def _on(device: torch.device):
     """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else _Nothing()
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @lru_cache
-def _tile(K: int, V: int, device: torch.device) -> tuple[int, int]:
-    """Value channels per tile and warps per program."""
-    launch = DEFAULT_LAUNCH
+def launch(device: torch.device) -> Launch:
     if device.type == "cuda":
-        launch = LAUNCHES.get(torch.cuda.get_device_capability(device), DEFAULT_LAUNCH)
+        return LAUNCHES.get(torch.cuda.get_device_capability(device), DEFAULT_LAUNCH)
+    return DEFAULT_LAUNCH
+
+
+@lru_cache
+def cut(K: int, V: int, launch: Launch) -> tuple[int, int, int | None]:
+    """Value channels per tile, warps per program and registers per thread."""
     rows = triton.next_power_of_2(K)
     columns = min(triton.next_power_of_2(V), max(16, launch.tile // rows))
-    return columns, min(launch.most_warps, max(1, rows * columns // launch.per_warp))
+    return columns, min(launch.most_warps, max(1, rows * columns // launch.per_warp)), launch.registers
 
 
 @triton.jit
@@ -185,7 +200,7 @@ def step_kernel(
     row_k = tl.arange(0, BK)
     in_k = (row_k < K) & token
     columns = tl.arange(0, BV)
-    tile = memory + head * K * V + row_k[:, None] * V + columns[None, :]
+    tile = memory + head * K * V + (row_k[:, None] * V + columns[None, :])
     s = tl.load(tile, mask=in_k[:, None] & (columns < V)[None, :], other=0.0)  # [BK, BV], the first tile
 
     # The newest pair, and the W - 1 before it.
@@ -207,15 +222,16 @@ def step_kernel(
         was_valid = tl.load(flags + w, mask=(w < TAIL) & token, other=0) & 1
         pairs += tl.sum(was_valid.to(tl.int32), 0)
     count = tl.maximum(pairs, 1).to(tl.float32)
-    x = tl.load(newest_x + row_k, mask=in_k & pair, other=0.0).to(tl.float32)
+    x = tl.where(pair, tl.load(newest_x + row_k, mask=in_k, other=0.0), 0.0).to(tl.float32)
 
     # Energy, step size and decay.
     sum_x = x
     if TAIL == 0:
         energy = tl.sum(x * x, 0)
     else:
-        in_tail = ((w < TAIL) & (was_valid != 0))[:, None] & in_k[None, :]
-        window = tl.load(old_x + w[:, None] * (H * K) + row_k[None, :], mask=in_tail, other=0.0).to(tl.float32)
+        at_tail_x = old_x + w[:, None] * (H * K) + row_k[None, :]
+        window = tl.load(at_tail_x, mask=(w < TAIL)[:, None] & in_k[None, :], other=0.0)
+        window = tl.where((was_valid != 0)[:, None], window, 0.0).to(tl.float32)
         window = tl.where((w == TAIL)[:, None], x[None, :], window)  # [BW, BK]
         if NORMALIZED:
             sum_x = tl.sum(window, 0)
@@ -223,10 +239,10 @@ def step_kernel(
             energy = tl.sum(tl.sum(window * window, 1), 0)
         else:
             gram = tl.zeros((BW, BW), tl.float32)
-            for j in tl.static_range(W):
-                x_j = _window_row(old_x, H * K, flags, newest_x, pair, row_k, in_k, j, TAIL)
-                column = tl.sum(window * x_j[None, :], 1)
-                gram = tl.where((w == j)[None, :], column[:, None], gram)
+            for j in range(TAIL):
+                x_j = _tail_feature(old_x, H * K, flags, row_k, in_k, j)
+                gram += tl.where((w == j)[None, :], tl.sum(window * x_j[None, :], 1)[:, None], 0.0)
+            gram += tl.where((w == TAIL)[None, :], tl.sum(window * x[None, :], 1)[:, None], 0.0)
             energy = _largest_eigenvalue(gram, w) if ENERGY == "exact" else _eigenvalue_bound(gram, w)
     energy /= count
     lam = 0.0
@@ -241,17 +257,12 @@ def step_kernel(
     if NORMALIZED and not PER_CHANNEL:
         z = tl.load(normalizer + head * K + row_k, mask=in_k, other=0.0)
         written_z = decay * z + (eta / count) * sum_x
-        if BEFORE:
-            mass = tl.sum(query * z, 0)
-        else:
-            mass = tl.sum(query * written_z, 0)
+        mass = tl.sum(query * (z if BEFORE else written_z), 0)
 
     for start in range(0, V, BV):
         channel = start + columns
         in_v = (channel < V) & token
         in_tile = in_k[:, None] & in_v[None, :]
-        in_next = in_k[:, None] & (channel + BV < V)[None, :]
-        s_next = tl.load(tile + start + BV, mask=in_next, other=0.0)
         if PER_CHANNEL:
             rate = tl.load(gain + head * V + channel, mask=in_v, other=0.0).to(tl.float32)
             eta, decay = _step_and_decay(rate, energy, lam, pair, epsilon, largest_alpha, DIRECT_STEP, RESIDUAL)
@@ -259,27 +270,31 @@ def step_kernel(
                 tile_z = normalizer + head * K * V + row_k[:, None] * V + channel[None, :]
                 z = tl.load(tile_z, mask=in_tile, other=0.0)
                 written_z = decay[None, :] * z + x[:, None] * eta[None, :]
-                if BEFORE:
-                    mass = tl.sum(query[:, None] * z, 0)
-                else:
-                    mass = tl.sum(query[:, None] * written_z, 0)
+                mass = tl.sum(query[:, None] * (z if BEFORE else written_z), 0)
         if BEFORE:
             read = tl.sum(query[:, None] * s, 0)
 
-        writes = ()
-        for j in tl.static_range(W):
-            target = _window_row(old_v, H * V, flags, newest_v, pair, channel, in_v, j, TAIL)
+        target = tl.where(pair, tl.load(newest_v + channel, mask=in_v, other=0.0), 0.0).to(tl.float32)
+        if RESIDUAL:
+            target -= tl.sum(x[:, None] * s, 0)
+        weight = eta / count
+        if TAIL > 0:  # in loops that are not unrolled: the features of a whole window are too much for the registers
+            at_tail_v = old_v + w[:, None] * (H * V) + channel[None, :]
+            targets = tl.load(at_tail_v, mask=(w < TAIL)[:, None] & in_v[None, :], other=0.0)  # [BW, BV]
+            targets = tl.where((was_valid != 0)[:, None], targets, 0.0).to(tl.float32)
             if RESIDUAL:
-                x_j = _window_row(old_x, H * K, flags, newest_x, pair, row_k, in_k, j, TAIL)
-                target -= tl.sum(x_j[:, None] * s, 0)
-            writes += ((eta / count) * target,)
+                for j in range(TAIL):
+                    x_j = _tail_feature(old_x, H * K, flags, row_k, in_k, j)
+                    targets -= tl.where((w == j)[:, None], tl.sum(x_j[:, None] * s, 0)[None, :], 0.0)
         if PER_CHANNEL:
             s *= decay[None, :]
         else:
             s *= decay
-        for j in tl.static_range(W):
-            x_j = _window_row(old_x, H * K, flags, newest_x, pair, row_k, in_k, j, TAIL)
-            s += x_j[:, None] * writes[j][None, :]
+        s += x[:, None] * (weight * target)[None, :]
+        if TAIL > 0:
+            for j in range(TAIL):
+                x_j = _tail_feature(old_x, H * K, flags, row_k, in_k, j)
+                s += x_j[:, None] * (weight * tl.sum(tl.where((w == j)[:, None], targets, 0.0), 0))[None, :]
 
         if not BEFORE:
             read = tl.sum(query[:, None] * s, 0)
@@ -293,9 +308,9 @@ def step_kernel(
         if NORMALIZED and PER_CHANNEL:
             tl.store(tile_z, written_z, mask=in_tile)
         if TAIL > 0:
-            in_tail = (w < TAIL)[:, None] & in_v[None, :]
-            tl.store(old_v + w[:, None] * (H * V) + channel[None, :], shifted_v, mask=in_tail)
-        s = s_next
+            tl.store(at_tail_v, shifted_v, mask=(w < TAIL)[:, None] & in_v[None, :])
+        in_next = in_k[:, None] & (channel + BV < V)[None, :]
+        s = tl.load(tile + start + BV, mask=in_next, other=0.0)
 
     # The rest of the state: all is read, then all is written.
     if TAIL > 0:
@@ -310,29 +325,20 @@ def step_kernel(
     if SHIFT:
         tl.store(previous_key + head * K + row_k, key, mask=in_k)
     if TAIL > 0:
-        in_tail = (w < TAIL)[:, None] & in_k[None, :]
-        tl.store(old_x + w[:, None] * (H * K) + row_k[None, :], shifted_x, mask=in_tail)
+        tl.store(at_tail_x, shifted_x, mask=(w < TAIL)[:, None] & in_k[None, :])
 
-    if SHIFT:
-        change = (1 - was_begun.to(tl.int32)) * token.to(tl.int32)
-        host = _bytes(previous_valid) + row
-        host_was = was_begun.to(tl.int32)
     if TAIL > 0:
-        changes = tl.where((w < TAIL) & token, is_valid.to(tl.int32) - was_valid.to(tl.int32), 0)
-        if not SHIFT:
-            host = flags
-            host_was = tl.sum(tl.where(w == 0, was_valid.to(tl.int32), 0), 0)
-            change = tl.sum(tl.where(w == 0, changes, 0), 0)
-            changes = tl.where(w == 0, 0, changes)
-        changed = tl.sum(tl.abs(changes), 0) + tl.abs(change) > 0
+        change = tl.where((w < TAIL) & token, is_valid.to(tl.int32) - was_valid.to(tl.int32), 0)
+        if SHIFT:
+            begun = tl.where(token, 1 - was_begun.to(tl.int32), 0)
+            _update_flags(_bytes(previous_valid) + row, was_begun, begun, flags + w, change, H, TAIL)
+        else:
+            first = tl.sum(tl.where(w == 0, change, 0), 0)
+            was_first = tl.sum(tl.where(w == 0, was_valid, 0), 0)
+            _update_flags(flags, was_first, first, flags + w, tl.where(w == 0, 0, change), H, TAIL)
     elif SHIFT:
-        changed = change > 0
-    if SHIFT or TAIL > 0:
-        if changed:  # the same for all heads of a row
-            if _last_to_arrive(host, host_was, H):
-                _add_to_bytes(host, change - 2 * H)
-                if TAIL > 0:
-                    _add_to_bytes(flags + w, changes, changes != 0)
+        begun = tl.where(token, 1 - was_begun.to(tl.int32), 0)
+        _update_flags(_bytes(previous_valid) + row, was_begun, begun, None, begun, H, TAIL)
 
 
 @triton.jit
@@ -342,14 +348,10 @@ def _bytes(flags):
 
 
 @triton.jit
-def _window_row(tail, stride, flags, newest, pair, offsets, inside, j: tl.constexpr, TAIL: tl.constexpr):
-    """Pair j of the window, of which pair TAIL is the newest, as float32; 0 where it is not valid."""
-    if j < TAIL:
-        valid = (tl.load(flags + j) & 1) != 0
-        value = tl.load(tail + j * stride + offsets, mask=inside & valid, other=0.0)
-    else:
-        value = tl.load(newest + offsets, mask=inside & pair, other=0.0)
-    return value.to(tl.float32)
+def _tail_feature(tail, stride, flags, offsets, inside, j):
+    """Feature j of the tail as float32, 0 where it is not valid."""
+    valid = (tl.load(flags + j) & 1) != 0
+    return tl.where(valid, tl.load(tail + j * stride + offsets, mask=inside, other=0.0), 0.0).to(tl.float32)
 
 
 @triton.jit
@@ -357,13 +359,20 @@ def _shifted_tail(tail, stride, newest, pair, offsets, inside, w, TAIL: tl.const
     """The tail [BW, .] after this token, as it is stored."""
     in_tail = (w + 1 < TAIL)[:, None] & inside[None, :]
     value = tl.load(tail + (w + 1)[:, None] * stride + offsets[None, :], mask=in_tail, other=0.0)
-    newest_value = tl.load(newest + offsets, mask=inside & pair, other=0.0).to(value.dtype)
+    newest_value = tl.where(pair, tl.load(newest + offsets, mask=inside, other=0.0), 0.0).to(value.dtype)
     return tl.where((w == TAIL - 1)[:, None], newest_value[None, :], value)
 
 
 @triton.jit
 def _step_and_decay(
-    rate, energy, lam, pair, epsilon, largest_alpha, DIRECT_STEP: tl.constexpr, RESIDUAL: tl.constexpr
+    rate,
+    energy,
+    lam,
+    pair,
+    epsilon,
+    largest_alpha,
+    DIRECT_STEP: tl.constexpr,
+    RESIDUAL: tl.constexpr,
 ):
     """eta and gamma of the token, in the shape of its gain; 0 and 1 where there is no pair."""
     denominator = energy + lam + epsilon
@@ -400,10 +409,11 @@ def _largest_eigenvalue(gram, w):
     """Largest eigenvalue of a positive semidefinite matrix [BW, BW].
 
     Squared over and over at trace 1, it tends to a projector onto the top eigenspace, whatever its dimension; the mean
-    of the matrix under that is the eigenvalue. Between two normalizations the trace falls to 8^-15 at the lowest.
+    of the matrix under that is the eigenvalue, to 2^-20 / e where two of them nearly meet. Between normalizations the
+    trace falls to 8^-15 at the lowest.
     """
     power = _unit_trace(gram, w)
-    for _ in range(6):
+    for _ in range(5):
         for _ in tl.static_range(4):
             power = _square(power)
         power = _unit_trace(power, w)
@@ -418,18 +428,26 @@ def _eigenvalue_bound(gram, w):
     return tl.sqrt(tl.sqrt(tl.sqrt(tl.sqrt(total)))) * _trace(gram, w)
 
 
-# The flags of a row are shared by its heads. The programs of a row must all have read them before any is changed, and
-# nothing else in the state has room for counting who has. So they count in the upper seven bits of one of the flags:
-# each adds 2 to that byte when it is done, and the last of them, the one that finds 2 (H - 1) there, takes the count
-# away and changes the flags. Bit 0 holds the old flag until then, and is all that anyone reads. The bytes are added to
-# through the 32-bit word that holds them; no sum carries into the next byte. Once a row's window is full its flags stay
-# as they are and none of this happens.
-
-
 @triton.jit
-def _last_to_arrive(host, host_was, H):
-    found = _add_to_bytes(host, 2)
-    return found == host_was + 2 * (H - 1)
+def _update_flags(flag, was, change, others, other_changes, H, TAIL: tl.constexpr):
+    """Changes flags of a row, which its heads share, once all H programs of the row have come here.
+
+    `flag` points to one of them, which was `was` and is to change by `change`; `others` to the rest.
+
+    All programs of the row must have read the flags before any is changed. Nothing in the state but the flags
+    themselves has room for counting who has, so they count in the upper seven bits of `flag`: each program adds 2 to
+    that byte, and the one that finds 2 (H - 1) in it is the last: it takes the count away and makes the changes. Bit 0
+    keeps the old flag until then and is all that anyone reads. No sum carries into the next byte.
+    """
+    changes = tl.abs(change)
+    if TAIL > 0:
+        changes += tl.sum(tl.abs(other_changes), 0)
+    if changes > 0:  # or not, but alike in all programs of the row
+        found = _add_to_bytes(flag, 2)
+        if found == was.to(tl.int32) + 2 * (H - 1):
+            _add_to_bytes(flag, change - 2 * H)
+            if TAIL > 0:
+                _add_to_bytes(others, other_changes, other_changes != 0)
 
 
 @triton.jit
