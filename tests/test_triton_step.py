@@ -215,7 +215,7 @@ def test_operator(name):
         *token, mask, *state, rule.name, rule.window, rule.alignment, rule.timing, rule.step_size, rule.ridge,
         rule.smoothness or "trace", rule.normalized_read, rule.epsilon, rule.decay_floor, rule.read_epsilon,
     )  # fmt: skip
-    torch.library.opcheck(torch.ops.falcon_kernels.step.default, arguments)
+    torch.library.opcheck(triton_step.operator, arguments)
 
 
 @pytest.mark.parametrize("name", ["falcon_1", "falcon_3", "2a-normalized-before"])

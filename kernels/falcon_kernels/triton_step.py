@@ -60,7 +60,7 @@ def step(
         output, after = reference.step(q, k, v, gain, ridge, state, rule, mask)
         state.copy_(after)
         return output
-    return torch.ops.falcon_kernels.step(
+    return operator(
         q, k, v, gain, ridge, mask, *state,
         rule.name, rule.window, rule.alignment, rule.timing, rule.step_size, rule.ridge, rule.smoothness or "trace",
         rule.normalized_read, rule.epsilon, rule.decay_floor, rule.read_epsilon,
@@ -83,6 +83,9 @@ torch.library.define(
     "str ridge_kind, str smoothness, bool normalized_read, float epsilon, float decay_floor, float read_epsilon) "
     "-> Tensor",
 )
+
+
+operator = torch.ops.falcon_kernels.step.default
 
 
 @torch.library.register_fake("falcon_kernels::step")
@@ -191,8 +194,8 @@ def step_kernel(
 ):
     """Grid (B H). A row without a token has all its loads and stores masked off, but for an output of 0."""
     TAIL: tl.constexpr = W - 1
+    row = (tl.program_id(0) // H).to(tl.int64)
     head = tl.program_id(0).to(tl.int64)  # among the B H
-    row = head // H
     token = row >= 0
     if MASKED:
         token = tl.load(mask + row) != 0
@@ -206,7 +209,6 @@ def step_kernel(
     # The newest pair, and the W - 1 before it.
     pair = token
     newest_x = k + head * K
-    was_begun = 0
     if SHIFT:
         was_begun = tl.load(_bytes(previous_valid) + row) & 1
         pair = token & (was_begun != 0)
@@ -216,8 +218,8 @@ def step_kernel(
     flags, old_x, old_v = newest_x, newest_x, newest_v
     if TAIL > 0:
         flags = _bytes(tail_valid) + row * TAIL
-        old_x = tail_x + (row * TAIL * H + head % H) * K
-        old_v = tail_v + (row * TAIL * H + head % H) * V
+        old_x = tail_x + (row * (TAIL - 1) * H + head) * K
+        old_v = tail_v + (row * (TAIL - 1) * H + head) * V
         w = tl.arange(0, BW)
         was_valid = tl.load(flags + w, mask=(w < TAIL) & token, other=0) & 1
         pairs += tl.sum(was_valid.to(tl.int32), 0)
