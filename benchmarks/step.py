@@ -99,7 +99,7 @@ def times(rule: Rule, B: int, H: int, K: int) -> tuple[float, float]:
     """Seconds of one step: as replayed from a graph, and as called."""
     inputs = token(rule, B, H, K)
     states = [full_state(rule, B, H, K)]
-    states += [full_state(rule, B, H, K) for _ in range(min(255, ROTATED_BYTES // states[0].nbytes()))]
+    states += [full_state(rule, B, H, K) for _ in range(min(1023, ROTATED_BYTES // states[0].nbytes()))]
 
     def steps() -> None:
         for state in states:

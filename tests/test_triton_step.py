@@ -116,6 +116,12 @@ def test_each_filling_of_the_tail(name, alignment, tail):
     compare(make_inputs(rule, B=1, T=2, H=3, K=16, V=16), rule, state)
 
 
+@pytest.mark.parametrize("name", ["falcon_3", "falcon_3a"])
+def test_window_of_one_pair(name):
+    rule = Rule(name, window=1)
+    compare(make_inputs(rule, T=3, K=16, V=16), rule, make_state(rule, K=16, V=16))
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_from_the_first_token(name):
     """The flags as they fill, heads of several rows in the same word."""

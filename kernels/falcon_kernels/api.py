@@ -119,11 +119,11 @@ def falcon_step(
         _check("mask", mask, q.shape[:1], "[B]")
     if impl not in (None, "reference", "triton"):
         raise ValueError(f"impl is {impl!r}; it must be one of reference, triton.")
-    with torch.autocast(q.device.type, enabled=False):
-        if impl == "triton":
-            from . import triton_step
+    if impl == "triton":
+        from . import triton_step
 
-            return triton_step.step(q, k, v, gain, ridge, state, rule, mask), state
+        return triton_step.step(q, k, v, gain, ridge, state, rule, mask), state
+    with torch.autocast(q.device.type, enabled=False):
         output, after = reference.step(q, k, v, gain, ridge, state, rule, mask)
     return output, state.copy_(after)
 

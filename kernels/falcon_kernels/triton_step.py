@@ -82,6 +82,7 @@ torch.library.define(
     "Tensor(f!)? tail_valid, Tensor(g!)? normalizer, str name, int window, str alignment, str timing, str step_size, "
     "str ridge_kind, str smoothness, bool normalized_read, float epsilon, float decay_floor, float read_epsilon) "
     "-> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
 )
 
 
