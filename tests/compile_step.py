@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import VARIANTS
 from falcon_kernels import Rule
-from falcon_kernels.triton_step import LAUNCHES, constants, cut, step_kernel
+from falcon_kernels.triton_step import LAUNCHES, constants, copies, cut, step_kernel
 
 CAPABILITY = (9, 0)
 
@@ -33,7 +33,7 @@ def compiled(rule: Rule, K: int, V: int, heads: int = 16, masked: bool = True, d
     fixed |= {"H": 1} if heads == 1 else {}
     options = (rule.name, rule.window, rule.alignment, rule.timing, rule.step_size, rule.ridge, rule.smoothness)
     fixed |= constants(*options, rule.normalized_read) | {"K": K, "V": V, "MASKED": masked, "BV": columns}
-    fixed |= {"BK": triton.next_power_of_2(K)}
+    fixed |= {"BK": triton.next_power_of_2(K), "COPIES": copies(rule.window, warps)}
     signature = {name: "constexpr" if name in fixed else types[name] for name in step_kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if signature[name].startswith("*")}
     source = ASTSource(step_kernel, signature, fixed, aligned)

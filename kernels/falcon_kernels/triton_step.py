@@ -113,6 +113,7 @@ def _launch(
             previous_key, previous_valid, tail_x, tail_v, tail_valid, normalizer, output,
             H, epsilon, 1 - decay_floor, read_epsilon,
             K=K, V=V, MASKED=mask is not None, BK=triton.next_power_of_2(K), BV=columns,
+            COPIES=copies(window, warps),
             **constants(name, window, alignment, timing, step_size, ridge_kind, smoothness, normalized_read),
             num_warps=warps, maxnreg=registers,
         )  # fmt: skip
@@ -157,6 +158,11 @@ def cut(K: int, V: int, launch: Launch) -> tuple[int, int, int | None]:
     return columns, min(launch.most_warps, max(1, rows * columns // launch.per_warp)), launch.registers
 
 
+def copies(window: int, warps: int) -> int:
+    """Of the window's Gram matrix, see _square."""
+    return 32 * warps if window <= 4 else 1
+
+
 @triton.jit
 def step_kernel(
     q,  # [B, H, K]
@@ -192,6 +198,7 @@ def step_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     BW: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
     """Grid (B H). A row without a token has all its loads and stores masked off, but for an output of 0."""
     TAIL: tl.constexpr = W - 1
@@ -246,6 +253,7 @@ def step_kernel(
                 x_j = _tail_feature(old_x, H * K, flags, row_k, in_k, j)
                 gram += tl.where((w == j)[None, :], tl.sum(window * x_j[None, :], 1)[:, None], 0.0)
             gram += tl.where((w == TAIL)[None, :], tl.sum(window * x[None, :], 1)[:, None], 0.0)
+            gram = gram[:, :, None] + tl.zeros((BW, BW, COPIES), tl.float32)
             energy = _largest_eigenvalue(gram, w) if ENERGY == "exact" else _eigenvalue_bound(gram, w)
     energy /= count
     lam = 0.0
@@ -390,26 +398,30 @@ def _step_and_decay(
     return eta, 1.0 - tl.minimum(eta * tl.where(pair, lam, 0.0), largest_alpha)
 
 
+# The products of matrices as small as a window's would be all waiting of one warp for another. So they come in as many
+# copies as there are threads, [BW, BW, N], of which each thread works on its own; larger ones in one copy.
+
+
 @triton.jit
 def _trace(matrix, w):
-    return tl.sum(tl.sum(tl.where(w[:, None] == w[None, :], matrix, 0.0), 1), 0)
+    return tl.sum(tl.sum(tl.where((w[:, None] == w[None, :])[:, :, None], matrix, 0.0), 0), 0)
 
 
 @triton.jit
 def _unit_trace(matrix, w):
     trace = _trace(matrix, w)
-    return matrix / tl.where(trace > 0, trace, 1.0)
+    return matrix / tl.where(trace > 0, trace, 1.0)[None, None, :]
 
 
 @triton.jit
 def _square(matrix):
     """The square of a symmetric matrix."""
-    return tl.sum(matrix[:, None, :] * matrix[None, :, :], 2)
+    return tl.sum(matrix[:, None, :, :] * matrix[None, :, :, :], 2)
 
 
 @triton.jit
 def _largest_eigenvalue(gram, w):
-    """Largest eigenvalue of a positive semidefinite matrix [BW, BW].
+    """Largest eigenvalue of a positive semidefinite matrix.
 
     Squared over and over at trace 1, it tends to a projector onto the top eigenspace, whatever its dimension; the mean
     of the matrix under that is the eigenvalue, to 2^-20 / e where two of them nearly meet. Between normalizations the
@@ -420,15 +432,15 @@ def _largest_eigenvalue(gram, w):
         for _ in tl.static_range(4):
             power = _square(power)
         power = _unit_trace(power, w)
-    return tl.sum(tl.sum(power * gram, 1), 0)
+    return tl.max(tl.sum(tl.sum(power * gram, 0), 0), 0)
 
 
 @triton.jit
 def _eigenvalue_bound(gram, w):
     """(tr G^16)^(1/16); the trace of G^16 is the sum of the squares of G^8."""
     power = _square(_square(_square(_unit_trace(gram, w))))
-    total = tl.sum(tl.sum(power * power, 1), 0)
-    return tl.sqrt(tl.sqrt(tl.sqrt(tl.sqrt(total)))) * _trace(gram, w)
+    total = tl.sum(tl.sum(power * power, 0), 0)
+    return tl.max(tl.sqrt(tl.sqrt(tl.sqrt(tl.sqrt(total)))) * _trace(gram, w), 0)
 
 
 @triton.jit
