@@ -107,6 +107,7 @@ def falcon_step(
     *,
     rule: Rule,
     mask: Tensor | None = None,
+    impl: str | None = None,
 ) -> tuple[Tensor, FalconState]:
     """One token: decay, write and read, with `state` updated in place. No gradients.
 
@@ -114,6 +115,7 @@ def falcon_step(
         q, k: [B, H, K]; v: [B, H, V]; gain: [B, H] or [B, H, V]; ridge: [B, H] or None, as in `falcon_attention`.
         state: the state to update.
         mask: [B] bool, False where the row has no token.
+        impl: `reference`, the default, or `triton`, one kernel launch.
 
     Returns:
         output [B, H, V] in the dtype of v, and `state` itself.
@@ -126,6 +128,12 @@ def falcon_step(
     check_state(state, rule, q.shape[0], *k.shape[1:], v.shape[-1])
     if mask is not None:
         _check("mask", mask, q.shape[:1], "[B]")
+    if impl not in (None, "reference", "triton"):
+        raise ValueError(f"impl is {impl!r}; it must be one of reference, triton.")
+    if impl == "triton":
+        from . import triton_step
+
+        return triton_step.step(q, k, v, gain, ridge, state, rule, mask), state
     with torch.autocast(q.device.type, enabled=False):
         output, after = reference.step(q, k, v, gain, ridge, state, rule, mask)
     return output, state.copy_(after)
