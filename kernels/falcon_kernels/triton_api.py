@@ -14,9 +14,10 @@ from .compaction import compaction
 from .rule import Rule
 from .state import FalconState
 from .triton_additive import additive_core
+from .triton_regression import regression_core
 from .triton_schedule import RIDGE, schedule
 
-RULES = ("falcon_1a", "falcon_3a")
+RULES = ("falcon_1", "falcon_1a", "falcon_3a")
 INTERPRETED = triton.knobs.runtime.interpret
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -80,9 +81,14 @@ def attention(
     if rule.normalized_read:
         v, memory = pad(v, (0, 1), value=1), torch.cat([memory, state.normalizer.float()[..., None]], -1)
         tail_v = None if tail_v is None else pad(tail_v, (0, 1), value=1)
-    output, memory = additive_core(
-        q, k, v, weight, log_decay, memory.contiguous(), previous_key, tail_x, tail_v, cu_seqlens, rule
-    )  # falcon_1: triton_regression.regression_core with the same arguments
+    if rule.residual:
+        output, memory = regression_core(
+            q, k, v, weight, log_decay, memory.contiguous(), previous_key, cu_seqlens, rule
+        )
+    else:
+        output, memory = additive_core(
+            q, k, v, weight, log_decay, memory.contiguous(), previous_key, tail_x, tail_v, cu_seqlens, rule
+        )
     if rule.normalized_read:
         output = (output[..., :-1].float() / (output[..., -1:].float() + rule.read_epsilon)).to(v.dtype)
         after = after._replace(normalizer=memory[..., -1])
