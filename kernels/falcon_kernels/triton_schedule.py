@@ -201,19 +201,19 @@ def _backward(
         rows = tl.arange(0, BEFORE)
         pair = rows - (W - 1)
         there = rows < W - 1 + SHIFT
-        scale = tl.zeros([BEFORE], tl.float32)
+        old_scale = tl.zeros([BEFORE], tl.float32)
         for d in tl.static_range(W):
-            _, _, of_sum = _token_gradients(
+            unused_gain, unused_ridge, old_sum = _token_gradients(
                 pair + d, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence,
                 low, count, head, heads, W, SHIFT, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
             )  # fmt: skip
-            scale += of_sum
-        keys = x_rows(k, previous, tail, sequence, low, pair, head, heads, K, W, SHIFT)
-        into = x_rows(grad_k, grad_previous, grad_tail, sequence, low, pair, head, heads, K, W, SHIFT)
+            old_scale += old_sum
+        old_keys = x_rows(k, previous, tail, sequence, low, pair, head, heads, K, W, SHIFT)
+        old_into = x_rows(grad_k, grad_previous, grad_tail, sequence, low, pair, head, heads, K, W, SHIFT)
         for begin in tl.static_range(0, K, BK):
-            columns = begin + tl.arange(0, BK)
-            key = load_rows(keys, there, columns, K).to(tl.float32)
-            store_rows(into, 2.0 * scale[:, None] * key, there & (token_count > 0), columns, K)
+            old_columns = begin + tl.arange(0, BK)
+            old_key = load_rows(old_keys, there, old_columns, K).to(tl.float32)
+            store_rows(old_into, 2.0 * old_scale[:, None] * old_key, there & (token_count > 0), old_columns, K)
 
 
 def _options(k: Tensor, ridge_mode: int, direct: bool, capped: bool, epsilon: float, decay_floor: float) -> dict:
