@@ -28,10 +28,10 @@ from torch import Tensor
 
 from . import launch
 from .rule import Rule
-from .triton_layout import Layout, chunk_of, load_rows, span, store_rows, v_rows, x_rows
+from .triton_layout import NAMESPACE, NUMBERS, Layout, chunk_of, load_rows, span, store_rows, v_rows, x_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _prefix(
     weight, log_decay, w, u, bounds, first, owner, length, longest, heads, tokens,
     CHUNK: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr,
@@ -84,7 +84,7 @@ def _band(u, w, steps, end, pair, token, read_u, W: tl.constexpr, LAG: tl.conste
     return m, tl.exp(end - at) * column
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _pass(
     q, k, v, u, w, previous, tail_x, tail_v, initial, output, states, final, part_decay,
     bounds, first, length, heads, tokens, longest, parts, part_chunks,
@@ -165,7 +165,7 @@ def _pass(
         tl.store(final + (sequence * heads + head) * K * V + matrix, s, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _reverse_pass(
     q, u, grad_output, initial, states, final, part_decay,
     bounds, first, length, heads, tokens, longest, parts, part_chunks,
@@ -223,8 +223,8 @@ def _reverse_pass(
         tl.store(final + (sequence * heads + head) * K * V + matrix, g, mask=inside)
 
 
-@triton.jit
-def _carry(written, part_decay, initial, parts, heads, SIZE, BLOCK: tl.constexpr, REVERSED: tl.constexpr):
+@triton.jit(do_not_specialize=NUMBERS)
+def _carry(written, part_decay, initial, parts, heads, SIZE: tl.constexpr, BLOCK: tl.constexpr, REVERSED: tl.constexpr):
     """Replaces what each part writes [S, parts, H, K V] by the memory that it finds, from `initial` [S, H, K V] on."""
     blocks = (SIZE + BLOCK - 1) // BLOCK
     program = tl.program_id(0).to(tl.int64)
@@ -269,7 +269,7 @@ def _pair_gradients(
     return tl.sum(x.to(tl.float32) * write_g, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _chunk_backward(
     q, k, v, u, w, previous, tail_x, tail_v, grad_output, states, grad_states,
     grad_q, grad_k, grad_v, grad_weight, grad_log_decay, grad_previous, old_grad_x, old_grad_v,
@@ -382,7 +382,7 @@ def _chunk_backward(
     tl.store(grad_log_decay + token, after + product * tl.exp(end), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _add_lookback(
     old_grad_x, old_grad_v, grad_k, grad_v, grad_previous, grad_tail_x, grad_tail_v,
     bounds, first, owner, length, longest, heads,
@@ -582,7 +582,7 @@ class _Inputs(NamedTuple):
     tail_v: Tensor
 
 
-@torch.library.custom_op("falcon_kernels::additive", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::additive", mutates_args=())
 def additive(
     q: Tensor,
     k: Tensor,
@@ -611,7 +611,7 @@ def _(q, k, v, weight, log_decay, memory, *_):
     return torch.empty_like(v), torch.empty_like(memory)
 
 
-@torch.library.custom_op("falcon_kernels::additive_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::additive_backward", mutates_args=())
 def additive_backward(
     grad_output: Tensor,
     grad_final: Tensor,
