@@ -3,6 +3,11 @@
 Without a GPU they run in Triton's interpreter, in float32 and small.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from cases import VARIANTS, assert_same, assert_same_state, attend, cut, gradients, leaves, make_inputs, make_state
@@ -277,3 +282,13 @@ def test_one_graph_under_compile(name):
 def test_what_is_not_there_is_refused_in_one_sentence(rule, dtype, message):
     with pytest.raises(ValueError, match=message):
         attend(_on_device(make_inputs(rule, T=5, dtype=dtype)), rule, impl="triton")
+
+
+def test_kernels_compile_for_a_small_card():
+    """The interpreter forgives what the compiler does not; and configurations have to fit in 100 KB."""
+    script = Path(__file__).parents[1] / "benchmarks" / "triton_resources.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, script, "--card", "safe", "--key-dims", "128", "--windows", "3", "--dtypes", "bfloat16"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -15,8 +15,10 @@ launch that reads k and v), a small carry hands the memory from part to part, an
 Backward: the memories that chunks find are computed again, and the gradients of the memories that they leave, both
 stored per chunk in the operands' dtype; then every chunk is on its own.
 
-Floor a token and head, in numbers of the operands' dtype: forward 2K + 2V moved; backward 4K + 3V, and as built
-C-th parts of K V more: 2 written and 3 read. Products forward, in multiply-adds: C (K + V) / 2 + 2 K V.
+Floor of what is moved for a token and head, in numbers of the operands' dtype: forward 2K + 2V, backward 4K + 3V. As
+built, backward adds 5 K V / C for the chunks' memories and reads q, k, v and dO once more. Products as built, in
+multiply-adds a token and head: forward C (K + V) + 2 K V, backward C (5K + 3V) + 5 K V. A window adds LOOKBACK / C of
+the terms in C, and C (C + LOOKBACK) backward for its sums.
 """
 
 from typing import NamedTuple
@@ -478,15 +480,16 @@ class _Call:
     def launch_options(self, config: launch.Config) -> dict:
         return {"BV": self.value_tile(config), "num_warps": config.warps, "num_stages": config.stages}
 
-    def prefix(self, weight: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and running log decays [H, B T]."""
-        w, u = (torch.empty(self.heads, self.tokens, dtype=torch.float32, device=weight.device) for _ in range(2))
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, log_decay: Tensor, *before: Tensor) -> "_Inputs":
+        """What kernels read: whole rows, and weights and running log decays moved to [H, B T]."""
+        q, k, v, weight, log_decay = (t.contiguous() for t in (q, k, v, weight, log_decay))
+        w, u = (weight.new_empty(self.heads, self.tokens) for _ in range(2))
         layout, block = self.layout, min(16, triton.next_power_of_2(self.heads))
         _prefix[layout.chunks, triton.cdiv(self.heads, block)](
             weight, log_decay, w, u, layout.bounds, layout.first, layout.owner, layout.length, layout.longest,
             self.heads, self.tokens, CHUNK=layout.chunk, HEADS=block, PACKED=layout.packed, num_warps=4,
         )  # fmt: skip
-        return w, u
+        return _Inputs(q, k, v, w, u, *(t.contiguous() for t in before))
 
     def chunk_states(self, memory: Tensor) -> Tensor:
         return memory.new_empty(self.layout.chunks, self.heads, self.key_dim, self.value_dim, dtype=self.operand)
@@ -600,15 +603,16 @@ def additive(
 ) -> tuple[Tensor, Tensor]:
     """`additive_core` with absent tensors empty."""
     call = _Call(q, v, cu_seqlens, window, shifted, read_before_write)
-    inputs = _Inputs(q, k, v, *call.prefix(weight, log_decay), previous_key, tail_x, tail_v)
-    output, final = torch.empty_like(v), torch.empty_like(memory)
+    inputs = call.inputs(q, k, v, weight, log_decay, previous_key, tail_x, tail_v)
+    memory = memory.contiguous()
+    output, final = v.new_empty(v.shape), memory.new_empty(memory.shape)
     call.forward(inputs, memory, output, memory.new_empty(0), final)
     return output, final
 
 
 @additive.register_fake
 def _(q, k, v, weight, log_decay, memory, *_):
-    return torch.empty_like(v), torch.empty_like(memory)
+    return v.new_empty(v.shape), memory.new_empty(memory.shape)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::additive_backward", mutates_args=())
@@ -631,14 +635,15 @@ def additive_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of all but cu_seqlens, in the order of the arguments."""
     call = _Call(q, v, cu_seqlens, window, shifted, read_before_write)
-    inputs = _Inputs(q, k, v, *call.prefix(weight, log_decay), previous_key, tail_x, tail_v)
+    inputs = call.inputs(q, k, v, weight, log_decay, previous_key, tail_x, tail_v)
+    memory = memory.contiguous()
     grad_output, grad_final = grad_output.to(v.dtype).contiguous(), grad_final.float().contiguous()
     into = {
-        name: torch.empty_like(t)
+        name: t.new_empty(t.shape)
         for name, t in (("q", q), ("k", k), ("v", v), ("weight", weight), ("log_decay", log_decay), ("memory", memory))
     }
     before = {"previous_key": previous_key, "tail_x": tail_x, "tail_v": tail_v}
-    into |= {name: torch.zeros_like(t) for name, t in before.items()}  # documents without tokens are not visited
+    into |= {name: t.new_zeros(t.shape) for name, t in before.items()}  # documents without tokens are not visited
     states, grad_states = call.chunk_states(memory), call.chunk_states(memory)
     call.forward(inputs, memory, memory.new_empty(0), states, memory.new_empty(0))
     call.reverse(inputs, grad_output, grad_final, grad_states, into["memory"])
@@ -648,7 +653,7 @@ def additive_backward(
 
 @additive_backward.register_fake
 def _(grad_output, grad_final, *inputs):
-    return tuple(torch.empty_like(t) for t in inputs[:9])
+    return tuple(t.new_empty(t.shape) for t in inputs[:9])
 
 
 def _save(ctx, inputs, output):

@@ -273,6 +273,7 @@ def schedule(
     """
     rows = max(BLOCK, triton.next_power_of_2(2 * window))
     grid, where = _grid(Layout.of(k, cu_seqlens, rows - window + 1), k)
+    k, gain, ridge, previous_key, tail_x = (t.contiguous() for t in (k, gain, ridge, previous_key, tail_x))
     weight, log_decay, energy = (torch.empty(k.shape[:3], dtype=torch.float32, device=k.device) for _ in range(3))
     _forward[grid](
         k, gain, ridge, previous_key, previous_valid, tail_x, tail_valid, lengths, weight, log_decay, energy, *where,
@@ -312,6 +313,7 @@ def schedule_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of k, gain, ridge, previous_key and tail_x. The energy has none: it is a by-product."""
     grid, where = _grid(Layout.of(k, cu_seqlens, BLOCK), k)
+    k, gain, ridge, previous_key, tail_x = (t.contiguous() for t in (k, gain, ridge, previous_key, tail_x))
     into = [torch.empty_like(t) for t in (k, gain, ridge)]
     into += [torch.zeros_like(t) for t in (previous_key, tail_x)]  # documents without tokens are not visited
     _backward[grid](
@@ -326,7 +328,7 @@ def schedule_backward(
 
 @schedule_backward.register_fake
 def _(grad_weight, grad_log_decay, energy, k, gain, ridge, previous_key, previous_valid, tail_x, *_):
-    return tuple(torch.empty_like(t) for t in (k, gain, ridge, previous_key, tail_x))
+    return tuple(t.new_empty(t.shape) for t in (k, gain, ridge, previous_key, tail_x))
 
 
 def _save(ctx, inputs, output):
