@@ -71,9 +71,9 @@ def segments(device: torch.device, programs: int, chunks: int) -> int:
     """Into how many parts to cut sequences of up to `chunks` chunks so that `programs` of them fill the card.
 
     One part is the fused pass. More parts cost a second reading of keys and values, so that they have at least eight
-    chunks each, and a batch that fills the card is never cut.
+    chunks each, and a batch that fills the card is never cut. Two programs run on a multiprocessor at a time.
     """
     processors = card(device)[1]
     if programs >= processors:
         return 1
-    return max(1, min(-(-2 * processors // programs), chunks // 8))
+    return max(1, min(2 * processors // programs, chunks // 8))

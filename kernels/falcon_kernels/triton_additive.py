@@ -17,7 +17,7 @@ stored per chunk in the operands' dtype; then every chunk is on its own.
 
 Floor of what is moved for a token and head, in numbers of the operands' dtype: forward 2K + 2V, backward 4K + 3V. As
 built, backward adds 5 K V / C for the chunks' memories and reads q, k, v and dO once more. Products as built, in
-multiply-adds a token and head: forward C (K + V) + 2 K V, backward C (5K + 3V) + 5 K V. A window adds LOOKBACK / C of
+multiply-adds a token and head: forward C (K + V) + 2 K V, backward C (4K + 3V) + 5 K V. A window adds LOOKBACK / C of
 the terms in C, and C (C + LOOKBACK) backward for its sums.
 """
 
