@@ -89,9 +89,10 @@ def falcon_attention(
         impl = "torch"
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(IMPLEMENTATIONS)}.")
+    options = {"final_state": output_final_state} if impl == "triton" else {}
     with torch.autocast(q.device.type, enabled=False):
         output, state = IMPLEMENTATIONS[impl](
-            q, k, v, gain, ridge, initial_state, rule, mask=mask, cu_seqlens=cu_seqlens
+            q, k, v, gain, ridge, initial_state, rule, mask=mask, cu_seqlens=cu_seqlens, **options
         )
     return FalconOutput(output, state if output_final_state else None)
 

@@ -18,23 +18,28 @@ class Config(NamedTuple):
     stages: int
 
 
-CHUNK = 64  # tokens; 32 for float32 and float16, whose tiles are twice as wide
+LARGEST_WINDOW = 65  # a chunk reaches back over no more than itself
 
 # (card, bytes of an operand, K rounded up to a power of two): forward pass, reverse pass, backward of a chunk
 TABLE = {
-    ("large", 2, 16): (Config(64, 4, 3), Config(64, 4, 3), Config(64, 4, 1)),
-    ("large", 2, 32): (Config(64, 4, 3), Config(64, 4, 3), Config(64, 4, 1)),
-    ("large", 2, 64): (Config(64, 4, 3), Config(64, 4, 3), Config(64, 4, 1)),
+    ("large", 2, 16): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 4, 1)),
+    ("large", 2, 32): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 4, 1)),
+    ("large", 2, 64): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 4, 1)),
     ("large", 2, 128): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 8, 1)),
     ("large", 2, 256): (Config(64, 8, 2), Config(64, 8, 2), Config(32, 8, 1)),
     ("safe", 2, 16): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1)),
     ("safe", 2, 32): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1)),
     ("safe", 2, 64): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1)),
-    ("safe", 2, 128): (Config(32, 4, 1), Config(32, 4, 2), Config(16, 8, 1)),
+    ("safe", 2, 128): (Config(32, 8, 1), Config(32, 4, 2), Config(32, 8, 1)),
     ("safe", 2, 256): (Config(16, 8, 1), Config(16, 8, 1), Config(16, 8, 1)),
 }
-SAFE_WIDE = (Config(32, 4, 1), Config(32, 4, 1), Config(16, 4, 1))  # 4-byte operands on any card, K up to 128
-SAFE_WIDEST = (Config(16, 8, 1), Config(16, 8, 1), Config(16, 8, 1))  # and K = 256
+WIDE = {  # 4-byte operands, on any card
+    16: (Config(32, 4, 1), Config(32, 4, 1), Config(16, 4, 1)),
+    32: (Config(32, 4, 1), Config(32, 4, 1), Config(16, 4, 1)),
+    64: (Config(32, 4, 1), Config(32, 4, 1), Config(16, 4, 1)),
+    128: (Config(32, 8, 1), Config(32, 8, 1), Config(16, 8, 1)),
+    256: (Config(16, 8, 1), Config(16, 8, 1), Config(16, 8, 1)),
+}
 
 
 @cache
@@ -50,22 +55,25 @@ def card(device: torch.device) -> tuple[str, int]:
 def configs(device: torch.device, operand_bytes: int, key_tile: int) -> tuple[Config, Config, Config]:
     """Configurations of the forward pass, the reverse pass and the backward of a chunk."""
     if operand_bytes == 4:
-        return SAFE_WIDEST if key_tile > 128 else SAFE_WIDE
+        return WIDE[key_tile]
     return TABLE[card(device)[0], operand_bytes, key_tile]
 
 
-def chunk_length(operand_bytes: int, window: int) -> int:
-    """C: 64 tokens or 32, and at least W - 1."""
-    return max(CHUNK if operand_bytes == 2 else CHUNK // 2, 1 << (window - 2).bit_length() if window > 1 else 1)
+def chunk_length(operand_bytes: int, key_tile: int, window: int) -> int:
+    """C: 64 tokens; 32 or 16 where the operands have 4 bytes; and at least W - 1."""
+    chunk = 64 if operand_bytes == 2 else 32 if key_tile <= 128 else 16
+    while chunk < window - 1:
+        chunk *= 2
+    return chunk
 
 
 def segments(device: torch.device, programs: int, chunks: int) -> int:
     """Into how many parts to cut sequences of up to `chunks` chunks so that `programs` of them fill the card.
 
     One part is the fused pass. More parts cost a second reading of keys and values, so that they have at least eight
-    chunks each, and a batch that fills the card is never cut.
+    chunks each, and a batch that fills the card is never cut. Two programs run on a multiprocessor at a time.
     """
     processors = card(device)[1]
     if programs >= processors:
         return 1
-    return max(1, min(-(-2 * processors // programs), chunks // 8))
+    return max(1, min(2 * processors // programs, chunks // 8))

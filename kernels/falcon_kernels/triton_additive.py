@@ -15,8 +15,10 @@ launch that reads k and v), a small carry hands the memory from part to part, an
 Backward: the memories that chunks find are computed again, and the gradients of the memories that they leave, both
 stored per chunk in the operands' dtype; then every chunk is on its own.
 
-Floor a token and head, in numbers of the operands' dtype: forward 2K + 2V moved; backward 4K + 3V, and as built
-C-th parts of K V more: 2 written and 3 read. Products forward, in multiply-adds: C (K + V) / 2 + 2 K V.
+Floor of what is moved for a token and head, in numbers of the operands' dtype: forward 2K + 2V, backward 4K + 3V. As
+built, backward adds 5 K V / C for the chunks' memories and reads q, k, v and dO once more. Products as built, in
+multiply-adds a token and head: forward C (K + V) + 2 K V, backward C (4K + 3V) + 5 K V. A window adds LOOKBACK / C of
+the terms in C, and C (C + LOOKBACK) backward for its sums.
 """
 
 from typing import NamedTuple
@@ -28,10 +30,10 @@ from torch import Tensor
 
 from . import launch
 from .rule import Rule
-from .triton_layout import Layout, chunk_of, load_rows, span, store_rows, v_rows, x_rows
+from .triton_layout import NAMESPACE, NUMBERS, Layout, chunk_of, load_rows, span, store_rows, v_rows, x_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _prefix(
     weight, log_decay, w, u, bounds, first, owner, length, longest, heads, tokens,
     CHUNK: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr,
@@ -84,7 +86,7 @@ def _band(u, w, steps, end, pair, token, read_u, W: tl.constexpr, LAG: tl.conste
     return m, tl.exp(end - at) * column
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _pass(
     q, k, v, u, w, previous, tail_x, tail_v, initial, output, states, final, part_decay,
     bounds, first, length, heads, tokens, longest, parts, part_chunks,
@@ -165,7 +167,7 @@ def _pass(
         tl.store(final + (sequence * heads + head) * K * V + matrix, s, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _reverse_pass(
     q, u, grad_output, initial, states, final, part_decay,
     bounds, first, length, heads, tokens, longest, parts, part_chunks,
@@ -223,8 +225,8 @@ def _reverse_pass(
         tl.store(final + (sequence * heads + head) * K * V + matrix, g, mask=inside)
 
 
-@triton.jit
-def _carry(written, part_decay, initial, parts, heads, SIZE, BLOCK: tl.constexpr, REVERSED: tl.constexpr):
+@triton.jit(do_not_specialize=NUMBERS)
+def _carry(written, part_decay, initial, parts, heads, SIZE: tl.constexpr, BLOCK: tl.constexpr, REVERSED: tl.constexpr):
     """Replaces what each part writes [S, parts, H, K V] by the memory that it finds, from `initial` [S, H, K V] on."""
     blocks = (SIZE + BLOCK - 1) // BLOCK
     program = tl.program_id(0).to(tl.int64)
@@ -241,6 +243,35 @@ def _carry(written, part_decay, initial, parts, heads, SIZE, BLOCK: tl.constexpr
 
 
 @triton.jit
+def _pair_gradients(
+    pair, there, x_at, y_at, into_x, into_y, q_at, out_at, grad_states, u, w, step, steps, end, read_u,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr, LAG: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradients of the pairs [P] of one chunk that its own steps give them; returns x_j' G v_j [P]."""
+    columns = tl.arange(0, BK)
+    x = load_rows(x_at, there, columns, K).to(OPERAND)
+    rows = load_rows(q_at, step < steps, columns, K).to(OPERAND)
+    m, e = _band(u, w, steps, end, pair, step, read_u, W, LAG, True)
+    scores = (tl.dot(x, tl.trans(rows), input_precision=PRECISION) * m).to(OPERAND)
+    n = tl.zeros([pair.shape[0], step.shape[0]], tl.float32)
+    write_g = tl.zeros([pair.shape[0], BK], tl.float32)  # V G'
+    for begin in range(0, V, BV):
+        channels = begin + tl.arange(0, BV)
+        y = load_rows(y_at, there, channels, V).to(OPERAND)
+        out = load_rows(out_at, step < steps, channels, V).to(OPERAND)
+        g = load_rows(grad_states + columns * V, columns < K, channels, V).to(OPERAND)
+        n = tl.dot(y, tl.trans(out), n, input_precision=PRECISION)
+        write_g = tl.dot(y, tl.trans(g), write_g, input_precision=PRECISION)
+        of_y = tl.dot(x, g, input_precision=PRECISION) * e[:, None]
+        of_y = tl.dot(scores, out, of_y, input_precision=PRECISION)
+        store_rows(into_y, of_y, there, channels, V)
+    of_x = tl.dot((n * m).to(OPERAND), rows, write_g * e[:, None], input_precision=PRECISION)
+    store_rows(into_x, of_x, there, columns, K)
+    return tl.sum(x.to(tl.float32) * write_g, 1)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
 def _chunk_backward(
     q, k, v, u, w, previous, tail_x, tail_v, grad_output, states, grad_states,
     grad_q, grad_k, grad_v, grad_weight, grad_log_decay, grad_previous, old_grad_x, old_grad_v,
@@ -253,13 +284,14 @@ def _chunk_backward(
 
     With A = Q X', N = dO V' and P = A o N:
 
-        dQ = (N o M) X + exp(u) dO S'      dX = (N o M)' Q + e V G'      dV = (A o M)' dO + e X G
+        dX = (N o M)' Q + e V G'      dV = (A o M)' dO + e X G      dQ = (N o M) X + exp(u) dO S'
 
     and for the step s, z_s its window's sum of x_j' G v_j, B_ts = exp(u_t - u_s) sum of P_tj over its window,
     dw_s = sum_t B_ts + exp(u_C - u_s) z_s. A log decay's gradient is the sum of everything that passes over it,
     taken as the suffix sums of rows less columns of w B without its diagonal, so that nothing large cancels.
 
-    Transposed products are computed again, never transposed. Gradients of the lookback's pairs go to scratch.
+    One after another, for the registers' sake: pairs, the lookback's pairs (to scratch), queries. Transposed products
+    are computed again, never transposed.
     """
     program = tl.program_id(0).to(tl.int64)
     head, number = program % heads, program // heads
@@ -275,108 +307,84 @@ def _chunk_backward(
     there = step < steps
     token = (low + start + step) * heads + head
     read_u = _log_decay_at(u, step - LAG, steps, end)
-    read_decay = tl.exp(read_u)
-    matrix_place = (number * heads + head) * K * V
+    states += (number * heads + head) * K * V
+    grad_states += (number * heads + head) * K * V
+    q_at, out_at = q + token * K, grad_output + token * V
 
-    rows = load_rows(q + token * K, there, columns, K).to(OPERAND)
-    x = x_rows(k, previous, tail_x, sequence, low, start + step, head, heads, K, W, SHIFT)
-    x = load_rows(x, there, columns, K).to(OPERAND)
-    mt, e = _band(u, w, steps, end, step, step, read_u, W, LAG, True)
-    at_m = (tl.dot(x, tl.trans(rows), input_precision=PRECISION) * mt).to(OPERAND)
-    n = tl.zeros([C, C], tl.float32)
-    nt = tl.zeros([C, C], tl.float32)
-    read_s = tl.zeros([C, BK], tl.float32)  # dO S'
-    write_g = tl.zeros([C, BK], tl.float32)  # V G'
-    product = 0.0
+    x_at = x_rows(k, previous, tail_x, sequence, low, start + step, head, heads, K, W, SHIFT)
+    y_at = v_rows(v, tail_v, sequence, low, start + step, head, heads, V, W)
+    into_x = x_rows(grad_k, grad_previous, grad_k, sequence, low, start + step, head, heads, K, 1, SHIFT)
+    z = _pair_gradients(
+        step, there, x_at, y_at, into_x, grad_v + token * V, q_at, out_at, grad_states, u, w, step, steps, end, read_u,
+        K, V, BK, BV, W, LAG, OPERAND, PRECISION,
+    )  # fmt: skip
+    if SHIFT and start + C >= count:  # the last key is nobody's write feature here
+        last = grad_k + ((low + count - 1) * heads + head) * K + columns
+        tl.store(last, tl.zeros([BK], tl.float32), mask=columns < K)
     if W > 1:
         pair = tl.arange(0, LOOKBACK) - LOOKBACK
         before = pair >= 1 - W
-        old_x = x_rows(k, previous, tail_x, sequence, low, start + pair, head, heads, K, W, SHIFT)
-        old_x = load_rows(old_x, before, columns, K).to(OPERAND)
-        old_mt, old_e = _band(u, w, steps, end, pair, step, read_u, W, LAG, True)
-        old_at_m = (tl.dot(old_x, tl.trans(rows), input_precision=PRECISION) * old_mt).to(OPERAND)
-        old_n = tl.zeros([C, LOOKBACK], tl.float32)
-        old_nt = tl.zeros([LOOKBACK, C], tl.float32)
-        old_g = tl.zeros([LOOKBACK, BK], tl.float32)
-        old_place = (number * heads + head) * LOOKBACK + LOOKBACK + pair
+        old_x_at = x_rows(k, previous, tail_x, sequence, low, start + pair, head, heads, K, W, SHIFT)
+        old_y_at = v_rows(v, tail_v, sequence, low, start + pair, head, heads, V, W)
+        scratch = (number * heads + head) * LOOKBACK + LOOKBACK + pair
+        old_z = _pair_gradients(
+            pair, before, old_x_at, old_y_at, old_grad_x + scratch * K, old_grad_v + scratch * V, q_at, out_at,
+            grad_states, u, w, step, steps, end, read_u, K, V, BK, BV, W, LAG, OPERAND, PRECISION,
+        )  # fmt: skip
 
+    n = tl.zeros([C, C], tl.float32)
+    read_s = tl.zeros([C, BK], tl.float32)  # dO S'
+    product = 0.0
+    if W > 1:
+        old_n = tl.zeros([C, LOOKBACK], tl.float32)
     for begin in range(0, V, BV):
         channels = begin + tl.arange(0, BV)
-        matrix = columns[:, None] * V + channels[None, :]
-        inside = (columns < K)[:, None] & (channels < V)[None, :]
-        y = v_rows(v, tail_v, sequence, low, start + step, head, heads, V, W)
-        y = load_rows(y, there, channels, V).to(OPERAND)
-        out = load_rows(grad_output + token * V, there, channels, V).to(OPERAND)
-        s = tl.load(states + matrix_place + matrix, mask=inside, other=0.0)
-        g = tl.load(grad_states + matrix_place + matrix, mask=inside, other=0.0)
+        out = load_rows(out_at, there, channels, V).to(OPERAND)
+        y = load_rows(y_at, there, channels, V).to(OPERAND)
+        s = load_rows(states + columns * V, columns < K, channels, V)
+        g = load_rows(grad_states + columns * V, columns < K, channels, V)
         product += tl.sum(tl.sum(s.to(tl.float32) * g.to(tl.float32), 1), 0)
-        s, g = s.to(OPERAND), g.to(OPERAND)
         n = tl.dot(out, tl.trans(y), n, input_precision=PRECISION)
-        nt = tl.dot(y, tl.trans(out), nt, input_precision=PRECISION)
-        read_s = tl.dot(out, tl.trans(s), read_s, input_precision=PRECISION)
-        write_g = tl.dot(y, tl.trans(g), write_g, input_precision=PRECISION)
-        of_v = tl.dot(x, g, input_precision=PRECISION) * e[:, None]
-        of_v = tl.dot(at_m, out, of_v, input_precision=PRECISION)
-        store_rows(grad_v + token * V, of_v, there, channels, V)
+        read_s = tl.dot(out, tl.trans(s.to(OPERAND)), read_s, input_precision=PRECISION)
         if W > 1:
-            old_y = v_rows(v, tail_v, sequence, low, start + pair, head, heads, V, W)
-            old_y = load_rows(old_y, before, channels, V).to(OPERAND)
+            old_y = load_rows(old_y_at, before, channels, V).to(OPERAND)
             old_n = tl.dot(out, tl.trans(old_y), old_n, input_precision=PRECISION)
-            old_nt = tl.dot(old_y, tl.trans(out), old_nt, input_precision=PRECISION)
-            old_g = tl.dot(old_y, tl.trans(g), old_g, input_precision=PRECISION)
-            of_v = tl.dot(old_x, g, input_precision=PRECISION) * old_e[:, None]
-            of_v = tl.dot(old_at_m, out, of_v, input_precision=PRECISION)
-            store_rows(old_grad_v + old_place * V, of_v, before, channels, V)
 
-    # keys and queries; what the loop did not need is made only now, for the registers' sake
+    rows = load_rows(q_at, there, columns, K).to(OPERAND)
+    x = load_rows(x_at, there, columns, K).to(OPERAND)
+    read_s = read_s * tl.exp(read_u)[:, None]
+    passing = tl.sum(rows.to(tl.float32) * read_s, 1)  # what o_t . dO_t has from S
     m, _ = _band(u, w, steps, end, step, step, read_u, W, LAG, False)
-    read_s = read_s * read_decay[:, None]
     of_q = tl.dot((n * m).to(OPERAND), x, read_s, input_precision=PRECISION)
-    of_x = tl.dot((nt * mt).to(OPERAND), rows, write_g * e[:, None], input_precision=PRECISION)
-    if W > 1:
-        old_m, _ = _band(u, w, steps, end, pair, step, read_u, W, LAG, False)
-        of_q = tl.dot((old_n * old_m).to(OPERAND), old_x, of_q, input_precision=PRECISION)
-        of_old = tl.dot((old_nt * old_mt).to(OPERAND), rows, old_g * old_e[:, None], input_precision=PRECISION)
-        store_rows(old_grad_x + old_place * K, of_old, before, columns, K)
-    store_rows(grad_q + token * K, of_q, there, columns, K)
-    store_rows(
-        x_rows(grad_k, grad_previous, grad_k, sequence, low, start + step, head, heads, K, 1, SHIFT),
-        of_x, there, columns, K,
-    )  # fmt: skip
-    if SHIFT and start + C >= count:  # the last key is nobody's write feature here
-        tl.store(
-            grad_k + ((low + count - 1) * heads + head) * K + columns,
-            tl.zeros([BK], tl.float32),
-            mask=columns < K,
-        )
-
-    # weights and decays
-    own_u = _log_decay_at(u, step, steps, end)
-    own_w = _weight_at(w, step, steps)
-    z = tl.sum(x.to(tl.float32) * write_g, 1)
     windows = tl.dot(rows, tl.trans(x), input_precision=PRECISION) * n
     if W > 1:
+        old_x = load_rows(old_x_at, before, columns, K).to(OPERAND)
+        old_m, _ = _band(u, w, steps, end, pair, step, read_u, W, LAG, False)
+        of_q = tl.dot((old_n * old_m).to(OPERAND), old_x, of_q, input_precision=PRECISION)
         apart = step[None, :] - step[:, None]
-        old_apart = step[None, :] - pair[:, None]
-        old_z = tl.sum(old_x.to(tl.float32) * old_g, 1)
-        z = tl.sum(tl.where((apart >= 0) & (apart < W), z[:, None], 0.0), 0)
-        z += tl.sum(tl.where(old_apart < W, old_z[:, None], 0.0), 0)
-        windows = tl.dot(windows, ((apart >= 0) & (apart < W)).to(tl.float32), input_precision=BAND_PRECISION)
+        in_window = ((apart >= 0) & (apart < W)).to(tl.float32)
+        old_in_window = (step[None, :] - pair[:, None] < W).to(tl.float32)
+        z = tl.sum(in_window * z[:, None], 0) + tl.sum(old_in_window * old_z[:, None], 0)
         old_windows = tl.dot(rows, tl.trans(old_x), input_precision=PRECISION) * old_n
-        windows = tl.dot(old_windows, (old_apart < W).to(tl.float32), windows, input_precision=BAND_PRECISION)
+        windows = tl.dot(windows, in_window, input_precision=BAND_PRECISION)
+        windows = tl.dot(old_windows, old_in_window, windows, input_precision=BAND_PRECISION)
+    store_rows(grad_q + token * K, of_q, there, columns, K)
+
+    own_u = _log_decay_at(u, step, steps, end)
+    own_w = _weight_at(w, step, steps)
     age = step[:, None] - LAG - step[None, :]
     b = tl.exp(tl.where(age >= 0, read_u[:, None] - own_u[None, :], float("-inf"))) * windows
     z = z * tl.exp(end - own_u)
     tl.store(grad_weight + token, tl.sum(b, 0) + z, mask=there)
     b = tl.where(age > 0, b * own_w[None, :], 0.0)
-    after_row = tl.sum(b, 1) + tl.sum(rows.to(tl.float32) * read_s, 1)
-    after = tl.sum(tl.where(age >= 0, after_row[:, None], 0.0), 0)
+    passing += tl.sum(b, 1)
+    after = tl.sum(tl.where(age >= 0, passing[:, None], 0.0), 0)
     after -= tl.sum(tl.where(step[:, None] >= step[None, :], tl.sum(b, 0)[:, None], 0.0), 0)
     after += tl.sum(tl.where(step[:, None] < step[None, :], (own_w * z)[:, None], 0.0), 0)
     tl.store(grad_log_decay + token, after + product * tl.exp(end), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _add_lookback(
     old_grad_x, old_grad_v, grad_k, grad_v, grad_previous, grad_tail_x, grad_tail_v,
     bounds, first, owner, length, longest, heads,
@@ -441,12 +449,10 @@ class _Call:
         self.heads, self.key_dim, self.value_dim = q.shape[2], q.shape[3], v.shape[3]
         self.operand = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
         operand_bytes = self.operand.itemsize
-        chunk = launch.chunk_length(operand_bytes, window)
-        if window - 1 > 2 * launch.CHUNK:
-            raise ValueError(f"rule.window is {window}; it must be at most {2 * launch.CHUNK + 1} for impl='triton'.")
-        self.layout = layout = Layout.of(q, cu_seqlens, chunk)
         self.tokens = q.shape[0] * q.shape[1]
         self.key_tile = max(16, triton.next_power_of_2(self.key_dim))
+        chunk = launch.chunk_length(operand_bytes, self.key_tile, window)
+        self.layout = layout = Layout.of(q, cu_seqlens, chunk)
         self.forward_config, self.reverse_config, self.backward_config = launch.configs(
             q.device, operand_bytes, self.key_tile
         )
@@ -474,15 +480,16 @@ class _Call:
     def launch_options(self, config: launch.Config) -> dict:
         return {"BV": self.value_tile(config), "num_warps": config.warps, "num_stages": config.stages}
 
-    def prefix(self, weight: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and running log decays [H, B T]."""
-        w, u = (torch.empty(self.heads, self.tokens, dtype=torch.float32, device=weight.device) for _ in range(2))
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, log_decay: Tensor, *before: Tensor) -> "_Inputs":
+        """What kernels read: whole rows, and weights and running log decays moved to [H, B T]."""
+        q, k, v, weight, log_decay = (t.contiguous() for t in (q, k, v, weight, log_decay))
+        w, u = (weight.new_empty(self.heads, self.tokens) for _ in range(2))
         layout, block = self.layout, min(16, triton.next_power_of_2(self.heads))
         _prefix[layout.chunks, triton.cdiv(self.heads, block)](
             weight, log_decay, w, u, layout.bounds, layout.first, layout.owner, layout.length, layout.longest,
             self.heads, self.tokens, CHUNK=layout.chunk, HEADS=block, PACKED=layout.packed, num_warps=4,
         )  # fmt: skip
-        return w, u
+        return _Inputs(q, k, v, w, u, *(t.contiguous() for t in before))
 
     def chunk_states(self, memory: Tensor) -> Tensor:
         return memory.new_empty(self.layout.chunks, self.heads, self.key_dim, self.value_dim, dtype=self.operand)
@@ -578,7 +585,7 @@ class _Inputs(NamedTuple):
     tail_v: Tensor
 
 
-@torch.library.custom_op("falcon_kernels::additive", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::additive", mutates_args=())
 def additive(
     q: Tensor,
     k: Tensor,
@@ -596,18 +603,19 @@ def additive(
 ) -> tuple[Tensor, Tensor]:
     """`additive_core` with absent tensors empty."""
     call = _Call(q, v, cu_seqlens, window, shifted, read_before_write)
-    inputs = _Inputs(q, k, v, *call.prefix(weight, log_decay), previous_key, tail_x, tail_v)
-    output, final = torch.empty_like(v), torch.empty_like(memory)
+    inputs = call.inputs(q, k, v, weight, log_decay, previous_key, tail_x, tail_v)
+    memory = memory.contiguous()
+    output, final = v.new_empty(v.shape), memory.new_empty(memory.shape)
     call.forward(inputs, memory, output, memory.new_empty(0), final)
     return output, final
 
 
 @additive.register_fake
 def _(q, k, v, weight, log_decay, memory, *_):
-    return torch.empty_like(v), torch.empty_like(memory)
+    return v.new_empty(v.shape), memory.new_empty(memory.shape)
 
 
-@torch.library.custom_op("falcon_kernels::additive_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::additive_backward", mutates_args=())
 def additive_backward(
     grad_output: Tensor,
     grad_final: Tensor,
@@ -627,14 +635,15 @@ def additive_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of all but cu_seqlens, in the order of the arguments."""
     call = _Call(q, v, cu_seqlens, window, shifted, read_before_write)
-    inputs = _Inputs(q, k, v, *call.prefix(weight, log_decay), previous_key, tail_x, tail_v)
+    inputs = call.inputs(q, k, v, weight, log_decay, previous_key, tail_x, tail_v)
+    memory = memory.contiguous()
     grad_output, grad_final = grad_output.to(v.dtype).contiguous(), grad_final.float().contiguous()
     into = {
-        name: torch.empty_like(t)
+        name: t.new_empty(t.shape)
         for name, t in (("q", q), ("k", k), ("v", v), ("weight", weight), ("log_decay", log_decay), ("memory", memory))
     }
     before = {"previous_key": previous_key, "tail_x": tail_x, "tail_v": tail_v}
-    into |= {name: torch.zeros_like(t) for name, t in before.items()}  # documents without tokens are not visited
+    into |= {name: t.new_zeros(t.shape) for name, t in before.items()}  # documents without tokens are not visited
     states, grad_states = call.chunk_states(memory), call.chunk_states(memory)
     call.forward(inputs, memory, memory.new_empty(0), states, memory.new_empty(0))
     call.reverse(inputs, grad_output, grad_final, grad_states, into["memory"])
@@ -644,7 +653,7 @@ def additive_backward(
 
 @additive_backward.register_fake
 def _(grad_output, grad_final, *inputs):
-    return tuple(torch.empty_like(t) for t in inputs[:9])
+    return tuple(t.new_empty(t.shape) for t in inputs[:9])
 
 
 def _save(ctx, inputs, output):

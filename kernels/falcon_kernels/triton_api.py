@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
+from . import launch
 from .compaction import compaction
 from .rule import Rule
 from .state import FalconState
@@ -32,8 +33,12 @@ def attention(
     rule: Rule,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    final_state: bool = True,
 ) -> tuple[Tensor, FalconState]:
-    """Arguments and results as in `falcon_attention`, with the state always given and returned."""
+    """Arguments and results as in `falcon_attention`, with the state always given and returned.
+
+    Without `final_state` only the memory of what is returned has moved: a dozen small launches fewer.
+    """
     _check(q, k, v, rule)
     if q.shape[1] == 0:
         return v, state
@@ -76,7 +81,7 @@ def attention(
         rule.decay_floor,
     )
 
-    after = _after(k, v, state, rule, lengths, cu_seqlens)
+    after = _after(k, v, state, rule, lengths, cu_seqlens) if final_state else state
     memory = state.memory.float()
     if rule.normalized_read:
         v, memory = pad(v, (0, 1), value=1), torch.cat([memory, state.normalizer.float()[..., None]], -1)
@@ -102,6 +107,16 @@ def _after(
 ) -> FalconState:
     """`state` with previous key and tail moved to the end of each sequence."""
     batch, length = k.shape[:2]
+    if lengths is None and cu_seqlens is None and length >= rule.window:  # all that is kept is new, and is a pair
+        begin = length - rule.window + 1
+        new: dict[str, Tensor] = {}
+        if rule.shifted:
+            new = {"previous_key": k[:, -1], "previous_valid": torch.ones_like(state.previous_valid)}
+        if rule.window > 1:
+            x = k[:, begin - 1 : -1] if rule.shifted else k[:, begin:]
+            new |= {"tail_x": x, "tail_v": v[:, begin:]}
+            new |= {"tail_valid": torch.ones_like(state.tail_valid)}
+        return state._replace(**{name: t.to(getattr(state, name).dtype, copy=True) for name, t in new.items()})
     if cu_seqlens is not None:
         start, lengths = cu_seqlens[:-1], cu_seqlens.diff()
     else:
@@ -126,11 +141,11 @@ def _after(
         tail = rule.window - 1
         place = lengths[:, None] - tail + torch.arange(tail, device=k.device)
         old = state.tail_valid.gather(1, (place + tail).clamp_max(tail - 1))
-        pair, x, keys = (place > 0) | (place == 0), k, state.tail_x
+        pair, keys = place >= 0, state.tail_x
         if rule.shifted:
             pair = (place > 0) | ((place == 0) & state.previous_valid[:, None])
             keys = torch.cat([state.tail_x, state.previous_key[:, None].to(state.tail_x.dtype)], 1)
-        new_x, new_v = last(x, keys)[:, :tail], last(v, state.tail_v)
+        new_x, new_v = last(k, keys)[:, :tail], last(v, state.tail_v)
         none = ((place >= 0) & ~pair)[..., None, None]
         after = after._replace(
             tail_x=torch.where(none, 0, new_x),
@@ -143,6 +158,10 @@ def _after(
 def _check(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> None:
     if rule.name not in RULES:
         raise ValueError(f"rule is {rule.name}; with impl='triton' it must be one of {', '.join(RULES)}.")
+    if rule.window > launch.LARGEST_WINDOW:
+        raise ValueError(
+            f"rule.window is {rule.window}; with impl='triton' it must be at most {launch.LARGEST_WINDOW}."
+        )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
             raise ValueError(

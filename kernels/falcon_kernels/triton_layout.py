@@ -12,6 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+NAMESPACE = "falcon_kernels"  # of the custom ops; a copy of this package beside it needs another
+NUMBERS = ["length", "longest", "heads", "tokens", "parts", "part_chunks"]  # no recompilation when these change
+
 
 class Layout(NamedTuple):
     """Chunks of `chunk` tokens. With packing as many as any bounds can need, so that no shape depends on values."""

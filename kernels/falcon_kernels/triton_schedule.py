@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_layout import Layout, chunk_of, load_rows, store_rows, x_rows
+from .triton_layout import NAMESPACE, NUMBERS, Layout, chunk_of, load_rows, store_rows, x_rows
 
 BLOCK = 64  # rows of keys that a program reads; its tokens are W - 1 fewer
 
@@ -78,7 +78,7 @@ def _norms(rows, there, ROWS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _forward(
     k, gain, ridge, previous, previous_valid, tail, tail_valid, lengths, weight, log_decay, energy,
     bounds, first, owner, length, longest, heads,
@@ -159,6 +159,27 @@ def _token_gradients(
 
 
 @triton.jit
+def _key_gradients(
+    pair, there, keys, into, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence,
+    low, count, head, heads, K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr,
+    RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
+    FLOOR: tl.constexpr,
+):  # fmt: skip
+    """Writes 2 x times the sum of what the windows of a pair, at its own token and after it, ask of their energy."""
+    scale = tl.zeros([pair.shape[0]], tl.float32)
+    for d in tl.static_range(W):
+        _, _, of_sum = _token_gradients(
+            pair + d, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low,
+            count, head, heads, W, SHIFT, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+        )  # fmt: skip
+        scale += of_sum
+    for start in tl.static_range(0, K, BK):
+        columns = start + tl.arange(0, BK)
+        key = load_rows(keys, there, columns, K).to(tl.float32)
+        store_rows(into, 2.0 * scale[:, None] * key, there, columns, K)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
 def _backward(
     k, gain, ridge, previous, previous_valid, tail, tail_valid, lengths, energy, grad_weight, grad_log_decay,
     grad_k, grad_gain, grad_ridge, grad_previous, grad_tail, bounds, first, owner, length, longest, heads,
@@ -166,15 +187,15 @@ def _backward(
     MASKED: tl.constexpr, PACKED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr,
     DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """A key's gradient is 2 x times the sum of what its windows, at its own token and after it, ask of their energy."""
+    """Gradients of the tokens of a block; a sequence's first block adds those of the pairs from before the call."""
     program = tl.program_id(0).to(tl.int64)
     head = program % heads
-    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, ROWS, PACKED)
-    token_count = count
+    sequence, low, tokens, start = chunk_of(program // heads, bounds, first, owner, length, longest, ROWS, PACKED)
+    count = tokens
     if MASKED:
         count = tl.load(lengths + sequence).to(tl.int32)
     place = start + tl.arange(0, ROWS)
-    stored = place < token_count
+    stored = place < tokens
     token = (low + place) * heads + head
     of_gain, of_ridge, _ = _token_gradients(
         place, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count,
@@ -183,37 +204,21 @@ def _backward(
     tl.store(grad_gain + token, of_gain, mask=stored)
     if RIDGE > 0:
         tl.store(grad_ridge + token, of_ridge, mask=stored)
-
-    scale = tl.zeros([ROWS], tl.float32)
-    for d in tl.static_range(W):
-        _, _, of_sum = _token_gradients(
-            place + SHIFT + d, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence,
-            low, count, head, heads, W, SHIFT, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+    _key_gradients(
+        place + SHIFT, stored, k + token * K, grad_k + token * K, gain, ridge, energy, grad_weight, grad_log_decay,
+        previous_valid, tail_valid, sequence, low, count, head, heads, K, BK, W, SHIFT, RIDGE, DIRECT, CAPPED, DETACH,
+        EPSILON, FLOOR,
+    )  # fmt: skip
+    if W - 1 + SHIFT > 0:
+        row = tl.arange(0, BEFORE)
+        pair = row - (W - 1)
+        there = (row < W - 1 + SHIFT) & (start == 0) & (tokens > 0)
+        _key_gradients(
+            pair, there, x_rows(k, previous, tail, sequence, low, pair, head, heads, K, W, SHIFT),
+            x_rows(grad_k, grad_previous, grad_tail, sequence, low, pair, head, heads, K, W, SHIFT),
+            gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count, head,
+            heads, K, BK, W, SHIFT, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
         )  # fmt: skip
-        scale += of_sum
-    keys, into = k + token * K, grad_k + token * K
-    for begin in tl.static_range(0, K, BK):
-        columns = begin + tl.arange(0, BK)
-        key = load_rows(keys, place < count, columns, K).to(tl.float32)
-        store_rows(into, 2.0 * scale[:, None] * key, stored, columns, K)
-
-    if W - 1 + SHIFT > 0 and start == 0:  # the pairs from before the call
-        rows = tl.arange(0, BEFORE)
-        pair = rows - (W - 1)
-        there = rows < W - 1 + SHIFT
-        old_scale = tl.zeros([BEFORE], tl.float32)
-        for d in tl.static_range(W):
-            unused_gain, unused_ridge, old_sum = _token_gradients(
-                pair + d, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence,
-                low, count, head, heads, W, SHIFT, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
-            )  # fmt: skip
-            old_scale += old_sum
-        old_keys = x_rows(k, previous, tail, sequence, low, pair, head, heads, K, W, SHIFT)
-        old_into = x_rows(grad_k, grad_previous, grad_tail, sequence, low, pair, head, heads, K, W, SHIFT)
-        for begin in tl.static_range(0, K, BK):
-            old_columns = begin + tl.arange(0, BK)
-            old_key = load_rows(old_keys, there, old_columns, K).to(tl.float32)
-            store_rows(old_into, 2.0 * old_scale[:, None] * old_key, there & (token_count > 0), old_columns, K)
 
 
 def _options(k: Tensor, ridge_mode: int, direct: bool, capped: bool, epsilon: float, decay_floor: float) -> dict:
@@ -236,7 +241,7 @@ def _grid(layout: Layout, k: Tensor) -> tuple[tuple[int], tuple]:
     )  # fmt: skip
 
 
-@torch.library.custom_op("falcon_kernels::schedule", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::schedule", mutates_args=())
 def schedule(
     k: Tensor,
     gain: Tensor,
@@ -268,6 +273,7 @@ def schedule(
     """
     rows = max(BLOCK, triton.next_power_of_2(2 * window))
     grid, where = _grid(Layout.of(k, cu_seqlens, rows - window + 1), k)
+    k, gain, ridge, previous_key, tail_x = (t.contiguous() for t in (k, gain, ridge, previous_key, tail_x))
     weight, log_decay, energy = (torch.empty(k.shape[:3], dtype=torch.float32, device=k.device) for _ in range(3))
     _forward[grid](
         k, gain, ridge, previous_key, previous_valid, tail_x, tail_valid, lengths, weight, log_decay, energy, *where,
@@ -282,7 +288,7 @@ def _(k, *_):
     return tuple(k.new_empty(k.shape[:3], dtype=torch.float32) for _ in range(3))
 
 
-@torch.library.custom_op("falcon_kernels::schedule_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::schedule_backward", mutates_args=())
 def schedule_backward(
     grad_weight: Tensor,
     grad_log_decay: Tensor,
@@ -307,6 +313,7 @@ def schedule_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of k, gain, ridge, previous_key and tail_x. The energy has none: it is a by-product."""
     grid, where = _grid(Layout.of(k, cu_seqlens, BLOCK), k)
+    k, gain, ridge, previous_key, tail_x = (t.contiguous() for t in (k, gain, ridge, previous_key, tail_x))
     into = [torch.empty_like(t) for t in (k, gain, ridge)]
     into += [torch.zeros_like(t) for t in (previous_key, tail_x)]  # documents without tokens are not visited
     _backward[grid](
@@ -321,7 +328,7 @@ def schedule_backward(
 
 @schedule_backward.register_fake
 def _(grad_weight, grad_log_decay, energy, k, gain, ridge, previous_key, previous_valid, tail_x, *_):
-    return tuple(torch.empty_like(t) for t in (k, gain, ridge, previous_key, tail_x))
+    return tuple(t.new_empty(t.shape) for t in (k, gain, ridge, previous_key, tail_x))
 
 
 def _save(ctx, inputs, output):

@@ -1,0 +1,120 @@
+"""What each launch configuration of the Triton kernels takes: compiled for a card, without one.
+
+    python benchmarks/triton_resources.py [--card safe] [--key-dims 64 128] [--windows 1 4] [--dtypes bfloat16]
+
+Exits with 1 where a `safe` configuration takes more shared memory than 100 KB. Registers and stack (spilled registers
+live there) are the assembler's.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from falcon_kernels import launch, triton_additive, triton_schedule
+from falcon_kernels.triton_layout import NUMBERS
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGETS = {"large": GPUTarget("cuda", 90, 32), "safe": GPUTarget("cuda", 86, 32)}
+SHARED = {"large": 227 * 1024, "safe": 99 * 1024}
+FLOATS = {"weight", "log_decay", "w", "u", "initial", "final", "part_decay", "gain", "ridge", "energy", "grad_weight"}
+FLOATS |= {"grad_log_decay", "grad_gain", "grad_ridge", "old_grad_x", "old_grad_v", "written"}
+OTHERS = {"bounds": "i64", "first": "i64", "owner": "i64", "lengths": "i64", "previous_valid": "i1", "tail_valid": "i1"}
+
+
+def resources(kernel, card: str, dtype: torch.dtype, config: launch.Config, constants: dict) -> dict:
+    """Compiles `kernel` and reads off shared memory, registers, stack and the seconds that it took."""
+    letters = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    names, signature, attributes = kernel.arg_names, {}, {}
+    for i, name in enumerate(names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in NUMBERS:
+            signature[name] = "i32"
+        else:
+            signature[name] = "*" + ("fp32" if name in FLOATS else OTHERS.get(name, letters))
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    values = {(names.index(name),): value for name, value in constants.items() if name in names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
+    begun = time.perf_counter()
+    compiled = triton.compile(
+        source, target=TARGETS[card], options={"num_warps": config.warps, "num_stages": config.stages}
+    )
+    seconds = time.perf_counter() - begun
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+    registers, stack = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    return {"shared": compiled.metadata.shared, "registers": registers, "stack": stack, "seconds": seconds}
+
+
+def launches(card: str, dtype: torch.dtype, key_dim: int, window: int):
+    """Every kernel of a forward and backward with its configuration and constants."""
+    size = dtype.itemsize
+    tile = max(16, triton.next_power_of_2(key_dim))
+    forward, reverse, backward = launch.WIDE[tile] if size == 4 else launch.TABLE[card, size, tile]
+    row = {"K": key_dim, "V": key_dim, "BK": tile, "C": launch.chunk_length(size, tile, window), "PACKED": False}
+    rule = {"W": window, "SHIFT": 1, "LOOKBACK": max(16, triton.next_power_of_2(max(window - 1, 1)))}
+    numbers = {"OPERAND": tl.bfloat16 if size == 2 else tl.float32, "PRECISION": "ieee", "LAG": 0}
+    band = {"BAND_PRECISION": "tf32" if size == 2 else "ieee"}
+
+    def channels(config):
+        return {"BV": min(config.value_tile, tile)}
+
+    for name, mode in (("read", {"READ": True, "STORE": False}), ("states", {"READ": False, "STORE": True})):
+        yield (
+            name,
+            triton_additive._pass,
+            forward,
+            row | rule | numbers | mode | channels(forward) | {"FROM_ZERO": False},
+        )
+    mode = {"STORE": True, "FROM_ZERO": False}
+    yield "reverse", triton_additive._reverse_pass, reverse, row | numbers | mode | channels(reverse)
+    yield "gradients", triton_additive._chunk_backward, backward, row | rule | numbers | band | channels(backward)
+    plain = launch.Config(0, 4, 3)
+    if window > 1:
+        yield "lookback", triton_additive._add_lookback, plain, row | rule | {"BV": tile}
+    schedule = {
+        "K": key_dim, "BK": min(tile, 128), "W": window, "SHIFT": 1, "ROWS": triton_schedule.BLOCK, "MASKED": True,
+        "PACKED": False, "RIDGE": 2, "DIRECT": False, "CAPPED": False, "EPSILON": 1e-6, "FLOOR": 0.01,
+    }  # fmt: skip
+    yield "schedule", triton_schedule._forward, plain, schedule
+    schedule |= {"DETACH": False, "BEFORE": triton.next_power_of_2(window)}
+    yield "its backward", triton_schedule._backward, plain, schedule
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--card", choices=list(TARGETS), default="large")
+    parser.add_argument("--key-dims", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--windows", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    options = parser.parse_args()
+    fits = True
+    for dtype in options.dtypes:
+        for key_dim in options.key_dims:
+            for window in options.windows:
+                kind = getattr(torch, dtype)
+                for name, kernel, config, constants in launches(options.card, kind, key_dim, window):
+                    used = resources(kernel, options.card, kind, config, constants)
+                    fits &= used["shared"] <= SHARED[options.card]
+                    print(
+                        f"{dtype:9s} K {key_dim:3d} W {window:2d} {name:12s} tile {config.value_tile:3d} "
+                        f"warps {config.warps} stages {config.stages} shared {used['shared']:6d} "
+                        f"registers {used['registers']:3d} stack {used['stack']:5d} {used['seconds']:.1f} s",
+                        flush=True,
+                    )
+    return int(not fits)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
