@@ -32,8 +32,12 @@ SWEEP = [
         (16384, 16, None),
         (8192, 8, 64),
         (8192, 8, 80),
+        (8192, 8, 96),
+        (8192, 8, 128),
         (8192, 8, None),
         (8192, 4, 128),
+        (8192, 16, 64),
+        (4096, 8, 64),
         (4096, 8, None),
         (4096, 4, 80),
         (4096, 4, None),
@@ -134,7 +138,7 @@ def sweep(copy: float) -> None:
     """Prints the GPU time of every way to cut the work, correct ones only."""
     capability = torch.cuda.get_device_capability()
     for launch in SWEEP:
-        triton_step.LAUNCHES[capability] = launch
+        triton_step.LAUNCHES |= {(capability, sliding): launch for sliding in (False, True)}
         triton_step.launch.cache_clear()
         for name in ("falcon_1", "falcon_2a", "falcon_3", "falcon_3a"):
             rule = Rule(name)

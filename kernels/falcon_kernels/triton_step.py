@@ -34,8 +34,9 @@ class Launch(NamedTuple):
 
 
 DEFAULT_LAUNCH = Launch(tile=8192, per_warp=1024, most_warps=8, registers=None)
-LAUNCHES = {  # by compute capability
-    (9, 0): Launch(tile=16384, per_warp=1024, most_warps=8, registers=128),
+LAUNCHES = {  # by compute capability, and whether a window of features takes registers too
+    ((9, 0), False): Launch(tile=16384, per_warp=1024, most_warps=8, registers=128),
+    ((9, 0), True): Launch(tile=8192, per_warp=1024, most_warps=8, registers=128),
 }
 
 
@@ -106,7 +107,7 @@ def _launch(
     if output.numel() == 0:
         return output
     q, k, v, gain, ridge, mask = (None if t is None else t.contiguous() for t in (q, k, v, gain, ridge, mask))
-    columns, warps, registers = cut(K, V, launch(q.device))
+    columns, warps, registers = cut(K, V, launch(q.device, window > 1))
     with _on(q.device):
         step_kernel[(B * H,)](
             q, k, v, gain, ridge, mask, memory,
@@ -144,9 +145,10 @@ def _on(device: torch.device):
 
 
 @lru_cache
-def launch(device: torch.device) -> Launch:
+def launch(device: torch.device, sliding: bool) -> Launch:
+    """The launch for a device."""
     if device.type == "cuda":
-        return LAUNCHES.get(torch.cuda.get_device_capability(device), DEFAULT_LAUNCH)
+        return LAUNCHES.get((torch.cuda.get_device_capability(device), sliding), DEFAULT_LAUNCH)
     return DEFAULT_LAUNCH
 
 
@@ -248,11 +250,10 @@ def step_kernel(
         if ENERGY == "trace":
             energy = tl.sum(tl.sum(window * window, 1), 0)
         else:
-            gram = tl.zeros((BW, BW), tl.float32)
-            for j in range(TAIL):
-                x_j = _tail_feature(old_x, H * K, flags, row_k, in_k, j)
+            gram = tl.where((w == TAIL)[None, :], tl.sum(window * x[None, :], 1)[:, None], 0.0)
+            for j in tl.static_range(TAIL):
+                x_j = _tail_row(old_x, H * K, flags, row_k, in_k, j)
                 gram += tl.where((w == j)[None, :], tl.sum(window * x_j[None, :], 1)[:, None], 0.0)
-            gram += tl.where((w == TAIL)[None, :], tl.sum(window * x[None, :], 1)[:, None], 0.0)
             gram = gram[:, :, None] + tl.zeros((BW, BW, COPIES), tl.float32)
             energy = _largest_eigenvalue(gram, w) if ENERGY == "exact" else _eigenvalue_bound(gram, w)
     energy /= count
@@ -289,23 +290,20 @@ def step_kernel(
         if RESIDUAL:
             target -= tl.sum(x[:, None] * s, 0)
         weight = eta / count
-        if TAIL > 0:  # in loops that are not unrolled: the features of a whole window are too much for the registers
-            at_tail_v = old_v + w[:, None] * (H * V) + channel[None, :]
-            targets = tl.load(at_tail_v, mask=(w < TAIL)[:, None] & in_v[None, :], other=0.0)  # [BW, BV]
-            targets = tl.where((was_valid != 0)[:, None], targets, 0.0).to(tl.float32)
+        writes = ()
+        for j in tl.static_range(TAIL):
+            target_j = _tail_row(old_v, H * V, flags, channel, in_v, j)
             if RESIDUAL:
-                for j in range(TAIL):
-                    x_j = _tail_feature(old_x, H * K, flags, row_k, in_k, j)
-                    targets -= tl.where((w == j)[:, None], tl.sum(x_j[:, None] * s, 0)[None, :], 0.0)
+                x_j = _tail_row(old_x, H * K, flags, row_k, in_k, j)
+                target_j -= tl.sum(x_j[:, None] * s, 0)
+            writes += (weight * target_j,)  # type: ignore[assignment]
         if PER_CHANNEL:
             s *= decay[None, :]
         else:
             s *= decay
         s += x[:, None] * (weight * target)[None, :]
-        if TAIL > 0:
-            for j in range(TAIL):
-                x_j = _tail_feature(old_x, H * K, flags, row_k, in_k, j)
-                s += x_j[:, None] * (weight * tl.sum(tl.where((w == j)[:, None], targets, 0.0), 0))[None, :]
+        for j in tl.static_range(TAIL):
+            s += _tail_row(old_x, H * K, flags, row_k, in_k, j)[:, None] * writes[j][None, :]
 
         if not BEFORE:
             read = tl.sum(query[:, None] * s, 0)
@@ -319,6 +317,7 @@ def step_kernel(
         if NORMALIZED and PER_CHANNEL:
             tl.store(tile_z, written_z, mask=in_tile)
         if TAIL > 0:
+            at_tail_v = old_v + w[:, None] * (H * V) + channel[None, :]
             tl.store(at_tail_v, shifted_v, mask=(w < TAIL)[:, None] & in_v[None, :])
         in_next = in_k[:, None] & (channel + BV < V)[None, :]
         s = tl.load(tile + start + BV, mask=in_next, other=0.0)
@@ -359,8 +358,8 @@ def _bytes(flags):
 
 
 @triton.jit
-def _tail_feature(tail, stride, flags, offsets, inside, j):
-    """Feature j of the tail as float32, 0 where it is not valid."""
+def _tail_row(tail, stride, flags, offsets, inside, j):
+    """Feature or value j of the tail as float32, 0 where it is not valid."""
     valid = (tl.load(flags + j) & 1) != 0
     return tl.where(valid, tl.load(tail + j * stride + offsets, mask=inside, other=0.0), 0.0).to(tl.float32)
 
