@@ -47,7 +47,7 @@ def schedule(k, gain, ridge, previous_key, previous_valid, cu_seqlens, rule):
             sequence = (cu_seqlens.diff() > 0).nonzero()[:, 0]
             row, place = torch.zeros_like(sequence), cu_seqlens[:-1][sequence].long()
         first = torch.zeros(k.shape[0], length, dtype=torch.bool).index_put((row, place), torch.tensor(True))
-        previous = torch.zeros_like(k).index_put((row, place), previous_key[sequence])
+        previous = torch.zeros_like(k).index_put((row, place), previous_key[sequence].to(k.dtype))
         x = torch.where(first[..., None, None], previous, x)
         valid = torch.zeros_like(first).index_put((row, place), previous_valid[sequence])
         active = valid | ~first
