@@ -22,10 +22,11 @@ has the reads in the pass over the chunks, and is for shapes whose (sequences, h
 regime leaves the pass those two products and little else, and is for few long sequences.
 
 Elements moved per token and head, with b bytes each (2 for bfloat16, otherwise 4), the forward of training:
-    fused   local 2K + 2V (k, v; W, U), carry 3K + 3V + KV/C (W, x, q, U; Z, O; S)
-    split   the same, and again 2K + V + KV/C (q, x, Z; S)
-Inference in the fused regime stores neither Z nor S. Backward: local 2K + 4C/b (k; W; A^-1 in float32), reverse
-3K + V + 4V/b + KV/C, solve 3V + 2C + 4C/b + 8V/b, gradients 4K + 3V + 2C + 2KV/C.
+    local 2K + 2V (k, v; W, U)
+    fused carry 3K + 3V + KV/C (W, x, q, U; Z, O; S), or split carry 2K + 2V + KV/C and read 2K + 2V + KV/C
+Inference in the fused regime stores neither Z nor S. Kept for the backward are S and Z; the rest is formed again there:
+    local 2K + 4C/b (k; W; A^-1 in float32), reverse 3K + V + 4V/b + KV/C (x, W, q, dO; dZ in float32; dS),
+    solve 4V + 2C + 4C/b + 8V/b, gradients 4K + 2V + 2C + 4V/b + 2KV/C
 Multiply-adds per token and head: forward C (K + V) / 2 for Gram and scores, C (K + V) / 2 for W and U, 2KV for Z and S,
 KV + C V / 2 for O; backward about 2.5 times that.
 
@@ -36,7 +37,8 @@ Every sequence begins a chunk of its own. Packed documents take chunk slots star
 those of document n + 1, so that no table of chunks is made and no shape depends on values: T // C + N slots.
 """
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, wraps
 from typing import NamedTuple
 
 import torch
@@ -825,8 +827,19 @@ def _differentiate(ctx, grad_output, grad_final, *_):
     return *grads, None, None, None, None
 
 
+def _on_its_device(run: Callable) -> Callable:
+    """`run` with the device of its first tensor current, which is where Triton launches."""
+
+    @wraps(run)
+    def guarded(q: Tensor, *rest):
+        with torch.cuda.device_of(q):
+            return run(q, *rest)
+
+    return guarded
+
+
 for _name, _run, _shapes in (("regression", _forward, _outputs), ("regression_backward", _backward, _gradient_outputs)):
-    torch.library.impl(f"falcon_kernels::{_name}", "default")(_run)
+    torch.library.impl(f"falcon_kernels::{_name}", "default")(_on_its_device(_run))
     torch.library.register_fake(f"falcon_kernels::{_name}")(_shapes)
 torch.library.register_autograd("falcon_kernels::regression", _differentiate, setup_context=_save)
 
@@ -852,9 +865,12 @@ class _Plan:
         self.key_tile, self.value_tile = _divisor_tile(self.K, most), _divisor_tile(self.V, most)
         self.padded = max(16, triton.next_power_of_2(self.K))
         self.launch = _table(q.device)[self.wide.itemsize, self.padded]
-        self.tile = min(self.launch.tile, max(16, triton.next_power_of_2(self.V)))
+        rows, width = sequences * self.heads, max(16, triton.next_power_of_2(self.V))
+        self.tile = min(self.launch.tile, width)
+        self.reads = self.launch.reads and rows * triton.cdiv(self.V, self.tile) >= FULL_CARD
+        while not self.reads and self.tile > 16 and rows * triton.cdiv(self.V, self.tile) < FULL_CARD // 2:
+            self.tile //= 2  # more programs, each with less to wait for
         self.tiles = triton.cdiv(self.V, self.tile)
-        self.reads = self.launch.reads and sequences * self.heads * self.tiles >= FULL_CARD
         self.shifted, self.before = shifted, int(before)
 
     def local(self, k, v, previous, weight, log_decay, w, u, inverse, values: bool) -> None:
