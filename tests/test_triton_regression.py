@@ -252,6 +252,8 @@ def test_operators_are_well_formed(packed):
     tensors = operands(packed)
     op = torch.ops.falcon_kernels.regression.default
     torch.library.opcheck(op, (*tensors, True, False, True))
+    same_step = (*tensors[:6], torch.empty(0, device=DEVICE), tensors[7])
+    torch.library.opcheck(op, (*same_step, False, True, True), test_utils="test_aot_dispatch_dynamic")
     q, k, v, weight, log_decay, memory, previous, bounds = (t.detach() for t in tensors)
     output, final, states, z = op(q, k, v, weight, log_decay, memory, previous, bounds, True, False, True)
     backward = torch.ops.falcon_kernels.regression_backward.default

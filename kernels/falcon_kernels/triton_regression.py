@@ -708,25 +708,23 @@ def _forward(
     before: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    output, final, states, z = _outputs(q, k, v, weight, log_decay, memory, previous, bounds, shifted, before, keep)
+    output, final, *kept = _outputs(q, k, v, weight, log_decay, memory, previous, bounds, shifted, before, keep)
     plan = _Plan(q, v, bounds, memory.shape[0], shifted, before)
     if q.shape[1] == 0:
-        return output, final.copy_(memory), states, z
+        return output, final.copy_(memory), *kept
+    states, z = kept
     w, u = torch.empty_like(q, dtype=plan.wide), z if keep else torch.empty_like(v, dtype=plan.wide)
-    store = keep or not plan.reads
-    if store and not keep:
+    if not keep and not plan.reads:
         states, z = q.new_empty(plan.states, dtype=plan.wide), u
     plan.local(k, v, previous, weight, log_decay, w, u, w, values=True)
     plan.over_chunks(
         _carry,
         (q, k, previous, log_decay, memory, plan.bounds, w, u, output, final, states, z),
-        KEEP=store,
+        KEEP=keep or not plan.reads,
     )
     if not plan.reads:
         plan.read(q, k, previous, log_decay, states, z, output, adjoint=False)
-    if not keep:
-        states, z = _outputs(q, k, v, weight, log_decay, memory, previous, bounds, shifted, before, keep)[2:]
-    return output, final, states, z
+    return output, final, *kept
 
 
 def _outputs(q, k, v, weight, log_decay, memory, previous, bounds, shifted, before, keep):
@@ -784,7 +782,7 @@ def _backward(
     if tiles > 1:
         parts = [torch.empty((tiles, *weight.shape), dtype=torch.float32, device=q.device) for _ in parts]
     products = torch.empty((plan.slots, plan.heads, 2, CHUNK, CHUNK), dtype=plan.wide, device=q.device)
-    shape = {"V": plan.V, "BV": plan.value_tile, "PACKED": plan.packed, "BEFORE": int(before)}
+    shape: dict = {"V": plan.V, "BV": plan.value_tile, "PACKED": plan.packed, "BEFORE": int(before)}
     shape |= {"DT": plan.operand, "PREC": plan.precision}
     grid = (plan.slots * plan.heads,)
     sizes = (q.shape[1], plan.sequences, plan.heads)
@@ -918,5 +916,5 @@ def _divisor_tile(size: int, most: int) -> int:
 def _table(device: torch.device) -> dict[tuple[int, int], Launch]:
     if device.type != "cuda":
         return SMALL
-    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return LARGE if shared >= LARGE_SHARED_MEMORY else SMALL
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return LARGE if properties["max_shared_mem"] >= LARGE_SHARED_MEMORY else SMALL
