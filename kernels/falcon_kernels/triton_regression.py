@@ -22,10 +22,11 @@ has the reads in the pass over the chunks, and is for shapes whose (sequences, h
 regime leaves the pass those two products and little else, and is for few long sequences.
 
 Elements moved per token and head, with b bytes each (2 for bfloat16, otherwise 4), the forward of training:
-    fused   local 2K + 2V (k, v; W, U), carry 3K + 3V + KV/C (W, x, q, U; Z, O; S)
-    split   the same, and again 2K + V + KV/C (q, x, Z; S)
-Inference in the fused regime stores neither Z nor S. Backward: local 2K + 4C/b (k; W; A^-1 in float32), reverse
-3K + V + 4V/b + KV/C, solve 3V + 2C + 4C/b + 8V/b, gradients 4K + 3V + 2C + 2KV/C.
+    local 2K + 2V (k, v; W, U)
+    fused carry 3K + 3V + KV/C (W, x, q, U; Z, O; S), or split carry 2K + 2V + KV/C and read 2K + 2V + KV/C
+Inference in the fused regime stores neither Z nor S. Kept for the backward are S and Z; the rest is formed again there:
+    local 2K + 4C/b (k; W; A^-1 in float32), reverse 3K + V + 4V/b + KV/C (x, W, q, dO; dZ in float32; dS),
+    solve 4V + 2C + 4C/b + 8V/b, gradients 4K + 2V + 2C + 4V/b + 2KV/C
 Multiply-adds per token and head: forward C (K + V) / 2 for Gram and scores, C (K + V) / 2 for W and U, 2KV for Z and S,
 KV + C V / 2 for O; backward about 2.5 times that.
 
@@ -36,7 +37,8 @@ Every sequence begins a chunk of its own. Packed documents take chunk slots star
 those of document n + 1, so that no table of chunks is made and no shape depends on values: T // C + N slots.
 """
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, wraps
 from typing import NamedTuple
 
 import torch
@@ -51,32 +53,33 @@ FULL_CARD = 256  # programs of the pass over chunks from which it also reads
 
 
 class Launch(NamedTuple):
-    """How the pass over chunks is launched: value channels per program, rows per product, warps, pipeline stages."""
+    """How the pass over chunks is launched: value channels per program, warps, pipeline stages, and whether it may
+    also read (the registers do not hold all operands of the larger ones)."""
 
     tile: int
-    rows: int
     warps: int
     stages: int
+    reads: bool
 
 
-# By bytes per element of the products' operands and by K, padded to a power of two. The first fits 100 KB of shared
-# memory; the second needs the 227 KB of Hopper.
+# By bytes per element of the products' operands and by K, padded to a power of two. The first fits the 99 KB of shared
+# memory that the smallest supported cards give a program; the second needs the 227 KB of Hopper.
 SMALL = {
-    (2, 16): Launch(64, 64, 4, 2),
-    (2, 32): Launch(64, 64, 4, 2),
-    (2, 64): Launch(64, 64, 4, 2),
-    (2, 128): Launch(32, 64, 4, 1),
-    (2, 256): Launch(16, 32, 4, 1),
-    (4, 16): Launch(32, 64, 4, 1),
-    (4, 32): Launch(32, 64, 4, 1),
-    (4, 64): Launch(32, 32, 4, 1),
-    (4, 128): Launch(32, 32, 4, 1),
-    (4, 256): Launch(16, 16, 4, 1),
+    (2, 16): Launch(64, 4, 2, True),
+    (2, 32): Launch(64, 4, 2, True),
+    (2, 64): Launch(64, 4, 2, True),
+    (2, 128): Launch(32, 4, 1, True),
+    (2, 256): Launch(16, 8, 1, False),
+    (4, 16): Launch(16, 4, 1, True),
+    (4, 32): Launch(16, 4, 1, True),
+    (4, 64): Launch(16, 4, 1, True),
+    (4, 128): Launch(16, 4, 1, False),
+    (4, 256): Launch(16, 8, 1, False),
 }
 LARGE = SMALL | {
-    (2, 64): Launch(64, 64, 4, 3),
-    (2, 128): Launch(64, 64, 4, 2),
-    (2, 256): Launch(32, 64, 8, 1),
+    (2, 64): Launch(64, 4, 3, True),
+    (2, 128): Launch(64, 4, 2, True),
+    (2, 256): Launch(32, 8, 1, False),
 }
 LARGE_SHARED_MEMORY = 200 * 1024
 
@@ -346,14 +349,14 @@ def _local(
 @triton.jit(do_not_specialize=["length"])
 def _carry(
     q, k, previous, log_decay, memory, bounds, w, u, output, final, states, z, length, H,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     SHIFTED: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr, READ: tl.constexpr, KEEP: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """The memory of one sequence and head, a tile of its value channels, in registers over all chunks.
 
     KEEP stores what each chunk finds (states [slots, H, K, V]) and Z [B, T, H, V], which may be the storage of U.
-    READ computes the output, and needs ROWS = C.
+    READ computes the output.
     """
     C: tl.constexpr = 64
     program = tl.program_id(0)
@@ -362,7 +365,6 @@ def _carry(
     kk = tl.arange(0, KP)
     columns = tl.program_id(1) * BV + tl.arange(0, BV)
     i = tl.arange(0, C)
-    r = tl.arange(0, ROWS)
 
     own = memory + program.to(tl.int64) * K * V + kk * V
     s = _tile(own, columns, kk < K, V, tl.float32)
@@ -370,44 +372,29 @@ def _carry(
         if KEEP:
             _store(states + (slot.to(tl.int64) * H + head) * K * V + kk * V, columns, kk < K, V, s)
         t = first + i
-        scalar = (start + t) * H + head
-        coarse, fine = _parts(tl.load(log_decay + scalar, mask=t < tokens, other=0.0))
+        here = t < tokens
+        row = (start + t) * H + head
+        coarse, fine = _parts(tl.load(log_decay + row, mask=here, other=0.0))
+        uc, uf = tl.cumsum(coarse, 0), tl.cumsum(fine, 0)
         end_c, end_f = tl.sum(coarse), tl.sum(fine)
         narrow = s.to(DT)
         s *= tl.exp(end_c + end_f)
+        x = _tile(_features(k, previous, start, t, sequence, head, H, K, SHIFTED), kk, here, K, DT)
+        residual = _tile(u + row * V, columns, here, V, tl.float32)
+        residual -= tl.dot(_tile(w + row * K, kk, here, K, DT), narrow, input_precision=PREC)
         if READ:
-            uc, uf = tl.cumsum(coarse, 0), tl.cumsum(fine, 0)
-            row = (start + t) * H + head
-            x = _tile(_features(k, previous, start, t, sequence, head, H, K, SHIFTED), kk, t < tokens, K, DT)
-            queries = _tile(q + row * K, kk, t < tokens, K, DT)
+            queries = _tile(q + row * K, kk, here, K, DT)
             scores = tl.dot(queries, tl.trans(x), input_precision=PREC)
-            left = _tile(u + row * V, columns, t < tokens, V, tl.float32)
-            residual = left - tl.dot(_tile(w + row * K, kk, t < tokens, K, DT), narrow, input_precision=PREC)
             rc, rf = uc - coarse * BEFORE, uf - fine * BEFORE
             seen = i[:, None] >= i[None, :] + BEFORE
             scores *= _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
             out = tl.dot(queries, narrow, input_precision=PREC) * tl.exp(rc + rf)[:, None]
             out = tl.dot(scores.to(DT), residual.to(DT), out, input_precision=PREC)
-            _store(output + row * V, columns, t < tokens, V, out)
-            if KEEP:
-                _store(z + row * V, columns, t < tokens, V, residual)
-            written = residual * tl.exp((end_c - uc) + (end_f - uf))[:, None]
-            s = tl.dot(tl.trans(x), written.to(DT), s, input_precision=PREC)
-        else:
-            done_c, done_f = 0.0, 0.0
-            for block in tl.static_range(0, C, ROWS):
-                t = first + block + r
-                row = (start + t) * H + head
-                coarse, fine = _parts(tl.load(log_decay + row, mask=t < tokens, other=0.0))
-                uc, uf = tl.cumsum(coarse, 0) + done_c, tl.cumsum(fine, 0) + done_f
-                done_c += tl.sum(coarse)
-                done_f += tl.sum(fine)
-                x = _tile(_features(k, previous, start, t, sequence, head, H, K, SHIFTED), kk, t < tokens, K, DT)
-                left = _tile(u + row * V, columns, t < tokens, V, tl.float32)
-                residual = left - tl.dot(_tile(w + row * K, kk, t < tokens, K, DT), narrow, input_precision=PREC)
-                _store(z + row * V, columns, t < tokens, V, residual)
-                written = residual * tl.exp((end_c - uc) + (end_f - uf))[:, None]
-                s = tl.dot(tl.trans(x), written.to(DT), s, input_precision=PREC)
+            _store(output + row * V, columns, here, V, out)
+        if KEEP:
+            _store(z + row * V, columns, here, V, residual)
+        residual *= tl.exp((end_c - uc) + (end_f - uf))[:, None]
+        s = tl.dot(tl.trans(x), residual.to(DT), s, input_precision=PREC)
         slot += 1
     _store(final + program.to(tl.int64) * K * V + kk * V, columns, kk < K, V, s)
     if PACKED and KEEP:  # slots that no chunk of this sequence takes
@@ -468,7 +455,7 @@ def _read(
 @triton.jit(do_not_specialize=["length"])
 def _reverse(
     q, k, previous, log_decay, bounds, w, grad_output, grad_final, grad_z, grad_states, grad_memory, length, H,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     SHIFTED: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr, READ: tl.constexpr, FINAL: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -480,64 +467,42 @@ def _reverse(
     C: tl.constexpr = 64
     program = tl.program_id(0)
     sequence, head = program // H, program % H
-    start, tokens, slot, next_slot = _slots_of(sequence, bounds, length, PACKED, C)
+    start, tokens, slot, _ = _slots_of(sequence, bounds, length, PACKED, C)
     kk = tl.arange(0, KP)
     columns = tl.program_id(1) * BV + tl.arange(0, BV)
     i = tl.arange(0, C)
-    r = tl.arange(0, ROWS)
 
     own = program.to(tl.int64) * K * V + kk * V
-    if FINAL:
-        ds = _tile(grad_final + own, columns, kk < K, V, tl.float32)
-    else:
-        ds = tl.zeros([KP, BV], tl.float32)
+    ds = _tile(grad_final + own, columns, kk < K, V, tl.float32) if FINAL else tl.zeros([KP, BV], tl.float32)
     chunks = tl.cdiv(tokens, C)
     for back in range(0, chunks):
         chunk = chunks - 1 - back
         first = chunk * C
         _store(grad_states + ((slot + chunk).to(tl.int64) * H + head) * K * V + kk * V, columns, kk < K, V, ds)
         t = first + i
-        scalar = (start + t) * H + head
-        coarse, fine = _parts(tl.load(log_decay + scalar, mask=t < tokens, other=0.0))
+        here = t < tokens
+        row = (start + t) * H + head
+        coarse, fine = _parts(tl.load(log_decay + row, mask=here, other=0.0))
+        uc, uf = tl.cumsum(coarse, 0), tl.cumsum(fine, 0)
         end_c, end_f = tl.sum(coarse), tl.sum(fine)
         narrow = ds.to(DT)
         ds *= tl.exp(end_c + end_f)
+        rc, rf = uc - coarse * BEFORE, uf - fine * BEFORE
+        x = _tile(_features(k, previous, start, t, sequence, head, H, K, SHIFTED), kk, here, K, DT)
+        queries = _tile(q + row * K, kk, here, K, DT)
+        given = _tile(grad_output + row * V, columns, here, V, DT)
+        dz = tl.dot(x, narrow, input_precision=PREC) * tl.exp((end_c - uc) + (end_f - uf))[:, None]
         if READ:
-            uc, uf = tl.cumsum(coarse, 0), tl.cumsum(fine, 0)
-            rc, rf = uc - coarse * BEFORE, uf - fine * BEFORE
-            row = (start + t) * H + head
-            x = _tile(_features(k, previous, start, t, sequence, head, H, K, SHIFTED), kk, t < tokens, K, DT)
-            queries = _tile(q + row * K, kk, t < tokens, K, DT)
-            given = _tile(grad_output + row * V, columns, t < tokens, V, DT)
             scores = tl.dot(x, tl.trans(queries), input_precision=PREC)
             seen = i[None, :] >= i[:, None] + BEFORE
             scores *= _pairwise(rc[None, :], rf[None, :], uc[:, None], uf[:, None], seen)
-            dz = tl.dot(x, narrow, input_precision=PREC) * tl.exp((end_c - uc) + (end_f - uf))[:, None]
             dz = tl.dot(scores.to(DT), given, dz, input_precision=PREC)
-            _store(grad_z + row * V, columns, t < tokens, V, dz)
-            decayed = given.to(tl.float32) * tl.exp(rc + rf)[:, None]
-            ds = tl.dot(tl.trans(queries), decayed.to(DT), ds, input_precision=PREC)
-            found = _tile(w + row * K, kk, t < tokens, K, DT)
-            ds = tl.dot(tl.trans(found), (-dz).to(DT), ds, input_precision=PREC)
         else:
-            done_c, done_f = 0.0, 0.0
-            for block in tl.static_range(0, C, ROWS):
-                t = first + block + r
-                row = (start + t) * H + head
-                coarse, fine = _parts(tl.load(log_decay + row, mask=t < tokens, other=0.0))
-                uc, uf = tl.cumsum(coarse, 0) + done_c, tl.cumsum(fine, 0) + done_f
-                rc, rf = uc - coarse * BEFORE, uf - fine * BEFORE
-                done_c += tl.sum(coarse)
-                done_f += tl.sum(fine)
-                x = _tile(_features(k, previous, start, t, sequence, head, H, K, SHIFTED), kk, t < tokens, K, DT)
-                dz = tl.dot(x, narrow, input_precision=PREC) * tl.exp((end_c - uc) + (end_f - uf))[:, None]
-                dz += _tile(grad_z + row * V, columns, t < tokens, V, tl.float32)
-                _store(grad_z + row * V, columns, t < tokens, V, dz)
-                decayed = _tile(grad_output + row * V, columns, t < tokens, V, tl.float32) * tl.exp(rc + rf)[:, None]
-                queries = _tile(q + row * K, kk, t < tokens, K, DT)
-                ds = tl.dot(tl.trans(queries), decayed.to(DT), ds, input_precision=PREC)
-                found = _tile(w + row * K, kk, t < tokens, K, DT)
-                ds = tl.dot(tl.trans(found), (-dz).to(DT), ds, input_precision=PREC)
+            dz += _tile(grad_z + row * V, columns, here, V, tl.float32)
+        _store(grad_z + row * V, columns, here, V, dz)
+        decayed = given.to(tl.float32) * tl.exp(rc + rf)[:, None]
+        ds = tl.dot(tl.trans(queries), decayed.to(DT), ds, input_precision=PREC)
+        ds = tl.dot(tl.trans(_tile(w + row * K, kk, here, K, DT)), (-dz).to(DT), ds, input_precision=PREC)
     _store(grad_memory + own, columns, kk < K, V, ds)
 
 
@@ -743,25 +708,23 @@ def _forward(
     before: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    output, final, states, z = _outputs(q, k, v, weight, log_decay, memory, previous, bounds, shifted, before, keep)
+    output, final, *kept = _outputs(q, k, v, weight, log_decay, memory, previous, bounds, shifted, before, keep)
     plan = _Plan(q, v, bounds, memory.shape[0], shifted, before)
     if q.shape[1] == 0:
-        return output, final.copy_(memory), states, z
+        return output, final.copy_(memory), *kept
+    states, z = kept
     w, u = torch.empty_like(q, dtype=plan.wide), z if keep else torch.empty_like(v, dtype=plan.wide)
-    store = keep or not plan.reads
-    if store and not keep:
+    if not keep and not plan.reads:
         states, z = q.new_empty(plan.states, dtype=plan.wide), u
     plan.local(k, v, previous, weight, log_decay, w, u, w, values=True)
     plan.over_chunks(
         _carry,
         (q, k, previous, log_decay, memory, plan.bounds, w, u, output, final, states, z),
-        KEEP=store,
+        KEEP=keep or not plan.reads,
     )
     if not plan.reads:
         plan.read(q, k, previous, log_decay, states, z, output, adjoint=False)
-    if not keep:
-        states, z = _outputs(q, k, v, weight, log_decay, memory, previous, bounds, shifted, before, keep)[2:]
-    return output, final, states, z
+    return output, final, *kept
 
 
 def _outputs(q, k, v, weight, log_decay, memory, previous, bounds, shifted, before, keep):
@@ -819,7 +782,7 @@ def _backward(
     if tiles > 1:
         parts = [torch.empty((tiles, *weight.shape), dtype=torch.float32, device=q.device) for _ in parts]
     products = torch.empty((plan.slots, plan.heads, 2, CHUNK, CHUNK), dtype=plan.wide, device=q.device)
-    shape = {"V": plan.V, "BV": plan.value_tile, "PACKED": plan.packed, "BEFORE": int(before)}
+    shape: dict = {"V": plan.V, "BV": plan.value_tile, "PACKED": plan.packed, "BEFORE": int(before)}
     shape |= {"DT": plan.operand, "PREC": plan.precision}
     grid = (plan.slots * plan.heads,)
     sizes = (q.shape[1], plan.sequences, plan.heads)
@@ -862,8 +825,19 @@ def _differentiate(ctx, grad_output, grad_final, *_):
     return *grads, None, None, None, None
 
 
+def _on_its_device(run: Callable) -> Callable:
+    """`run` with the device of its first tensor current, which is where Triton launches."""
+
+    @wraps(run)
+    def guarded(q: Tensor, *rest):
+        with torch.cuda.device_of(q):
+            return run(q, *rest)
+
+    return guarded
+
+
 for _name, _run, _shapes in (("regression", _forward, _outputs), ("regression_backward", _backward, _gradient_outputs)):
-    torch.library.impl(f"falcon_kernels::{_name}", "default")(_run)
+    torch.library.impl(f"falcon_kernels::{_name}", "default")(_on_its_device(_run))
     torch.library.register_fake(f"falcon_kernels::{_name}")(_shapes)
 torch.library.register_autograd("falcon_kernels::regression", _differentiate, setup_context=_save)
 
@@ -885,16 +859,20 @@ class _Plan:
         self.operand = tl.bfloat16 if self.wide == torch.bfloat16 else tl.float32
         # float16 inputs are multiplied as tf32: as precise, without the overflow of what comes from the memory
         self.precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
-        self.key_tile, self.value_tile = _divisor_tile(self.K), _divisor_tile(self.V)
+        most = 64 if self.wide == torch.bfloat16 else 32
+        self.key_tile, self.value_tile = _divisor_tile(self.K, most), _divisor_tile(self.V, most)
         self.padded = max(16, triton.next_power_of_2(self.K))
         self.launch = _table(q.device)[self.wide.itemsize, self.padded]
-        self.tile = min(self.launch.tile, max(16, triton.next_power_of_2(self.V)))
+        rows, width = sequences * self.heads, max(16, triton.next_power_of_2(self.V))
+        self.tile = min(self.launch.tile, width)
+        self.reads = self.launch.reads and rows * triton.cdiv(self.V, self.tile) >= FULL_CARD
+        while not self.reads and self.tile > 16 and rows * triton.cdiv(self.V, self.tile) < FULL_CARD // 2:
+            self.tile //= 2  # more programs, each with less to wait for
         self.tiles = triton.cdiv(self.V, self.tile)
-        self.reads = self.launch.rows == CHUNK and sequences * self.heads * self.tiles >= FULL_CARD
         self.shifted, self.before = shifted, int(before)
 
     def local(self, k, v, previous, weight, log_decay, w, u, inverse, values: bool) -> None:
-        most = 32 if self.wide == torch.bfloat16 else 16  # channels at a time: all is in the registers of one warp
+        most = 32 if self.wide == torch.bfloat16 else 16  # channels at a time: one warp holds all blocks of them
         _local[(self.slots * self.heads,)](
             k, v, previous, weight, log_decay, self.bounds, w, u, inverse, self.length, self.sequences, self.heads,
             K=self.K, V=self.V, BK=min(self.key_tile, most), BV=min(self.value_tile, most),
@@ -905,7 +883,7 @@ class _Plan:
     def over_chunks(self, kernel, tensors, **options) -> None:
         kernel[(self.sequences * self.heads, self.tiles)](
             *tensors, self.length, self.heads,
-            K=self.K, V=self.V, KP=self.padded, BV=self.tile, ROWS=self.launch.rows, SHIFTED=self.shifted,
+            K=self.K, V=self.V, KP=self.padded, BV=self.tile, SHIFTED=self.shifted,
             BEFORE=self.before, PACKED=self.packed, READ=self.reads, DT=self.operand, PREC=self.precision, **options,
             num_warps=self.launch.warps, num_stages=self.launch.stages,
         )  # fmt: skip
@@ -929,14 +907,14 @@ def _operand_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-def _divisor_tile(size: int) -> int:
-    """The tile, of at most 64 channels, that a loop over `size` channels takes."""
-    return next((tile for tile in (64, 32) if size % tile == 0), 16 if size % 16 == 0 or size <= 16 else 32)
+def _divisor_tile(size: int, most: int) -> int:
+    """The tile that a loop over `size` channels takes: the largest power of two from 16 to `most` that divides it."""
+    return next((tile for tile in (64, 32) if tile <= most and size % tile == 0), 16)
 
 
 @lru_cache
 def _table(device: torch.device) -> dict[tuple[int, int], Launch]:
     if device.type != "cuda":
         return SMALL
-    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return LARGE if shared >= LARGE_SHARED_MEMORY else SMALL
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return LARGE if properties["max_shared_mem"] >= LARGE_SHARED_MEMORY else SMALL
