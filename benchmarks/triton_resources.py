@@ -63,7 +63,8 @@ def launches(card: str, dtype: torch.dtype, key_dim: int, window: int):
     tile = max(16, triton.next_power_of_2(key_dim))
     forward, reverse, backward = launch.WIDE[tile] if size == 4 else launch.TABLE[card, size, tile]
     row = {"K": key_dim, "V": key_dim, "BK": tile, "C": launch.chunk_length(size, tile, window), "PACKED": False}
-    rule = {"W": window, "SHIFT": 1, "LOOKBACK": max(16, triton.next_power_of_2(max(window - 1, 1)))}
+    rule = {"W": window, "SHIFT": 1, "CARRIED": True}
+    rule["LOOKBACK"] = max(16, triton.next_power_of_2(max(window - 1, 1)))
     numbers = {"OPERAND": tl.bfloat16 if size == 2 else tl.float32, "PRECISION": "ieee", "LAG": 0}
     band = {"BAND_PRECISION": "tf32" if size == 2 else "ieee"}
 
@@ -75,17 +76,22 @@ def launches(card: str, dtype: torch.dtype, key_dim: int, window: int):
             name,
             triton_additive._pass,
             forward,
-            row | rule | numbers | mode | channels(forward) | {"FROM_ZERO": False},
+            row
+            | rule
+            | numbers
+            | mode
+            | channels(forward)
+            | {"FINAL": mode["READ"], "INITIAL": True, "FROM_ZERO": False},
         )
-    mode = {"STORE": True, "FROM_ZERO": False}
+    mode = {"STORE": True, "FINAL": True, "INITIAL": True, "FROM_ZERO": False}
     yield "reverse", triton_additive._reverse_pass, reverse, row | numbers | mode | channels(reverse)
     yield "gradients", triton_additive._chunk_backward, backward, row | rule | numbers | band | channels(backward)
     plain = launch.Config(0, 4, 3)
     if window > 1:
         yield "lookback", triton_additive._add_lookback, plain, row | rule | {"BV": tile}
     schedule = {
-        "K": key_dim, "BK": min(tile, 128), "W": window, "SHIFT": 1, "ROWS": triton_schedule.BLOCK, "MASKED": True,
-        "PACKED": False, "RIDGE": 2, "DIRECT": False, "CAPPED": False, "EPSILON": 1e-6, "FLOOR": 0.01,
+        "K": key_dim, "BK": min(tile, 128), "W": window, "SHIFT": 1, "C": row["C"], "MASKED": True, "PACKED": False,
+        "LOOKBACK": triton.next_power_of_2(max(window - 1, 1)), "CARRIED": True, "RUNNING": True, "RIDGE": 2, "DIRECT": False, "CAPPED": False, "EPSILON": 1e-6, "FLOOR": 0.01,
     }  # fmt: skip
     yield "schedule", triton_schedule._forward, plain, schedule
     schedule |= {"DETACH": False, "BEFORE": triton.next_power_of_2(window)}

@@ -1,13 +1,14 @@
 """Triton kernels on the CPU: its interpreter, made to run beside a numpy that no longer turns [3] into the number 3."""
 
 import os
+from importlib.util import find_spec
 
 import torch
 
 
 def switch_on() -> None:
-    """Before the first import of a kernel. Does nothing where there is a GPU."""
-    if torch.cuda.is_available():
+    """Before the first import of Triton. Does nothing where there is a GPU, or no Triton."""
+    if torch.cuda.is_available() or find_spec("triton") is None:
         return
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.runtime import interpreter

@@ -8,19 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import interpreter
 import pytest
 import torch
 from cases import VARIANTS, assert_same, assert_same_state, attend, cut, gradients, leaves, make_inputs, make_state
 from falcon_kernels import Rule
 from falcon_kernels.schedule import energy, step_and_log_decay
 
-triton = pytest.importorskip("triton")
-
-import interpreter  # noqa: E402
-
 interpreter.switch_on()
+pytest.importorskip("triton")
 
-from falcon_kernels import launch, triton_additive, triton_schedule  # noqa: E402
+from falcon_kernels import launch, triton_attention, triton_schedule  # noqa: E402
+from falcon_kernels.triton_layout import NO_TABLES, Layout  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RULES = {name: rule for name, rule in VARIANTS.items() if rule.name in ("falcon_1a", "falcon_3a")}
@@ -31,7 +30,9 @@ FORWARD, GRADIENT = 1e-5, 5e-5  # float32
 def _poisoned():
     """Memory that a kernel has to fill holds NaN before it does."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # also fills what torch.empty and its like return
+    triton_attention.plan_of.cache_clear()
     yield
+    triton_attention.plan_of.cache_clear()
     torch.use_deterministic_algorithms(False)
 
 
@@ -183,21 +184,26 @@ def test_the_schedule_of_a_regression_rule(step_size, ridge):
     x = torch.cat([key[:, None], exact["k"][:, :-1]], 1)
     count = torch.ones(1, 70, 1, dtype=torch.float64)
     want = step_and_log_decay(energy(x, count, rule), exact["gain"], exact.get("ridge"), count > 0, rule)
-    nothing, flags, places = torch.empty(0), torch.empty(0).bool(), torch.empty(0).long()
-    have = triton_schedule.schedule(
-        inputs["k"], inputs["gain"], inputs.get("ridge", nothing), state.previous_key, state.previous_valid, nothing,
-        flags, places, places, 1, True, triton_schedule.RIDGE[ridge], step_size == "direct", True, False,
-        rule.epsilon, rule.decay_floor,
-    )  # fmt: skip
-    for a, b in zip(have[:2], want, strict=True):
-        assert_same(a, b, 1e-6)
-    wanted = [exact["k"], exact["gain"], key, *([exact["ridge"]] if ridge != "none" else [])]
-    given = [inputs["k"], inputs["gain"], state.previous_key, *([inputs["ridge"]] if ridge != "none" else [])]
     weights = [torch.randn(1, 70, 1, dtype=torch.float64) for _ in range(2)]
-    total, exact_total = (
-        sum((t * w.to(t.dtype)).sum() for t, w in zip(ts, weights, strict=True)) for ts in (have[:2], want)
+    wanted = [exact["k"], exact["gain"], key, *([exact["ridge"]] if ridge != "none" else [])]
+    wanted = torch.autograd.grad(sum((t * w).sum() for t, w in zip(want, weights, strict=True)), wanted)
+
+    options = triton_schedule.Options(
+        1, True, triton_schedule.RIDGE[ridge], step_size == "direct", True, False, rule.epsilon, rule.decay_floor
     )
-    for a, b in zip(torch.autograd.grad(total, given), torch.autograd.grad(exact_total, wanted), strict=True):
+    plan = triton_schedule.Plan(Layout.of(1, 70, 0, 32), 1, 16, options, masked=False, carried=True, running=False)
+    inputs, state = _on_device(inputs), _on_device(state)
+    before = triton_schedule.Before(state.previous_key, state.previous_valid)
+    given = (plan, NO_TABLES, inputs["k"], inputs["gain"], inputs.get("ridge"), before, None)
+    with torch.no_grad():
+        *have, energies = triton_schedule.forward(*given)
+        for a, b in zip(have, want, strict=True):
+            assert_same(a, b, 1e-6)
+        of_k, of_key = torch.ones_like(inputs["k"]), torch.ones_like(state.previous_key)
+        weights = [w.float().to(DEVICE) for w in weights]
+        of_gain, of_ridge = triton_schedule.backward(*given, energies, *weights, of_k, triton_schedule.Before(of_key))
+    grads = [of_k - 1, of_gain, of_key - 1, *([of_ridge] if ridge != "none" else [])]  # it adds to those of the core
+    for a, b in zip(grads, wanted, strict=True):
         assert_same(a, b, GRADIENT)
 
 
@@ -230,29 +236,50 @@ def test_the_same_bits_every_time_and_in_every_batch(name):
         assert torch.equal(a[1:2], alone)
 
 
-def op_arguments(rule, T=20, requires_grad=True):
-    """Arguments of the schedule's and the core's ops for a row with a carried state."""
-    inputs, state = _on_device(inputs_of(rule, T, H=1)), _on_device(state_of(rule, H=1))
-    nothing = torch.zeros(0, device=DEVICE)
-    tail_x, tail_v, tail_valid = state[3:6] if rule.window > 1 else (nothing, nothing, nothing.bool())
-    schedule = (
-        inputs["k"], inputs["gain"], inputs["ridge"], state.previous_key, state.previous_valid, tail_x, tail_valid,
-        nothing.long(), nothing.long(), rule.window, True, 2, False, False, rule.detach_energy, 1e-6, 0.01,
+def op_arguments(rule, carried, packed=False, T=20):
+    """Arguments of the op for a row, or for three documents, with or without a carried state."""
+    inputs = _on_device(inputs_of(rule, T, H=1))
+    bounds = torch.tensor([0, 1, 9, T], device=DEVICE) if packed else None
+    state = _on_device(state_of(rule, B=3 if packed else 1, H=1)) if carried else [None] * 6
+    return (
+        *inputs.values(), *state[:6], None, bounds, rule.window, True, triton_schedule.RIDGE[rule.ridge], False,
+        rule.residual, rule.detach_energy, 1e-6, 0.01, False, True, False,
     )  # fmt: skip
-    weight, log_decay = (t.detach().requires_grad_() for t in triton_schedule.schedule(*schedule)[:2])
-    core = (
-        inputs["q"], inputs["k"], inputs["v"], weight, log_decay, state.memory, state.previous_key, tail_x, tail_v,
-        nothing.long(), rule.window, True, False,
-    )  # fmt: skip
-    return schedule, core
 
 
-@pytest.mark.parametrize("name", ["falcon_1a", "falcon_3a"])
-def test_custom_ops_keep_their_contract(name):
-    schedule, core = op_arguments(Rule(name))
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(triton_schedule.schedule, schedule, test_utils=tests)
-    torch.library.opcheck(triton_additive.additive, core, test_utils=tests)
+@pytest.mark.parametrize(("carried", "packed"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize("name", ["falcon_1", "falcon_1a", "falcon_3a"])
+def test_custom_ops_keep_their_contract(name, carried, packed):
+    arguments = op_arguments(Rule(name), carried, packed)
+    torch.library.opcheck(triton_attention.attention, arguments)
+    tensors = [None if t is None else t.detach() for t in arguments[: triton_attention.TENSORS]]
+    options = arguments[triton_attention.TENSORS :]
+    output, final, *kept = triton_attention.attention(*tensors, *options[:-1], True)
+    torch.library.opcheck(triton_attention.attention_backward, (output, final, *tensors, *kept, *options[:-2]))
+
+
+def test_no_second_derivatives():
+    rule = Rule("falcon_1a")
+    inputs = _on_device(inputs_of(rule, 3, H=1))
+    output = attend(inputs, rule, impl="triton").output
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(output.sum(), list(inputs.values()), create_graph=True)
+
+
+@pytest.mark.parametrize("name", ["falcon_1", "falcon_1a", "falcon_3a"])
+def test_gradients_of_output_or_of_memory_alone(name):
+    rule = Rule(name)
+    inputs = _on_device(inputs_of(rule, 20, H=1))
+    exact = {n: t.detach().double().requires_grad_() for n, t in inputs.items()}
+    have, want = attend(inputs, rule, impl="triton"), attend(exact, rule, impl="reference")
+    pairs = ((have.output, want.output), (have.final_state.memory, want.final_state.memory))
+    for a, b in pairs:
+        grads = torch.autograd.grad(a.square().sum(), list(inputs.values()), retain_graph=True)
+        for what, g, e in zip(
+            inputs, grads, torch.autograd.grad(b.square().sum(), list(exact.values()), retain_graph=True,
+            allow_unused=True, materialize_grads=True), strict=True
+        ):  # fmt: skip
+            assert_same(g, e, GRADIENT, what)
 
 
 @pytest.mark.parametrize("name", ["falcon_1a", "falcon_3a"])

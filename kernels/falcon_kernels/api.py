@@ -1,9 +1,10 @@
 """The two functions through which everything goes: a whole sequence, and one token."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +14,13 @@ from .rule import Rule
 from .state import FalconState
 
 
-def _triton_attention(*args, **kwargs) -> tuple[Tensor, FalconState]:
+def _triton_attention(*args, **kwargs) -> tuple[Tensor, FalconState | None]:
     from . import triton_api  # so that nothing here needs triton
 
     return triton_api.attention(*args, **kwargs)
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, FalconState]]] = {
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, FalconState | None]]] = {
     "reference": reference.attention,
     "torch": chunked.attention,
 }
@@ -81,19 +82,19 @@ def falcon_attention(
         _check_documents(cu_seqlens, q)
         rows = cu_seqlens.shape[0] - 1
     _check_values(gain, ridge, rule)
-    if initial_state is None:
-        initial_state = FalconState.zeros(rule, rows, *k.shape[2:], v.shape[-1], dtype=v.dtype, device=v.device)
-    else:
+    if initial_state is not None:
         check_state(initial_state, rule, rows, *k.shape[2:], v.shape[-1])
     if impl is None:
         impl = "torch"
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(IMPLEMENTATIONS)}.")
-    options = {"final_state": output_final_state} if impl == "triton" else {}
-    with torch.autocast(q.device.type, enabled=False):
-        output, state = IMPLEMENTATIONS[impl](
-            q, k, v, gain, ridge, initial_state, rule, mask=mask, cu_seqlens=cu_seqlens, **options
-        )
+    options: dict[str, Any] = {"mask": mask, "cu_seqlens": cu_seqlens}
+    if impl == "triton":
+        options["final_state"] = output_final_state
+    elif initial_state is None:
+        initial_state = FalconState.zeros(rule, rows, *k.shape[2:], v.shape[-1], dtype=v.dtype, device=v.device)
+    with torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
+        output, state = IMPLEMENTATIONS[impl](q, k, v, gain, ridge, initial_state, rule, **options)
     return FalconOutput(output, state if output_final_state else None)
 
 
@@ -142,14 +143,16 @@ def falcon_step(
 
 def check_state(state: FalconState, rule: Rule, rows: int, heads: int, key_dim: int, value_dim: int) -> None:
     """Raises ValueError unless `state` is one of `rule` with these sizes."""
-    expected = FalconState.zeros(rule, rows, heads, key_dim, value_dim, device="meta")
+    expected = FalconState.shapes(rule, rows, heads, key_dim, value_dim)
     for field, have, want in zip(FalconState._fields, state, expected, strict=True):
-        if (have is None) != (want is None):
-            wanted = "None" if want is None else f"a tensor of shape {list(want.shape)}"
+        if have is None and want is None:
+            continue
+        if have is None or want is None:
+            wanted = "None" if want is None else f"a tensor of shape {list(want)}"
             given = "None" if have is None else f"of shape {list(have.shape)}"
             raise ValueError(f"state.{field} is {given}; {rule.name} with these options needs {wanted}.")
-        if have is not None and have.shape != want.shape:
-            raise ValueError(f"state.{field} has shape {list(have.shape)}; it must be {list(want.shape)}.")
+        if have.shape != want:
+            raise ValueError(f"state.{field} has shape {list(have.shape)}; it must be {list(want)}.")
 
 
 def _check_shapes(

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from .rule import Rule
 
+Shape = tuple[int, ...]
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of memory and statistics for inputs of `dtype`: float64 for float64, otherwise float32."""
@@ -49,18 +51,24 @@ class FalconState(NamedTuple):
         wide = {"dtype": accumulation_dtype(dtype), "device": device}
         narrow = {"dtype": dtype, "device": device}
         flag = {"dtype": torch.bool, "device": device}
-        tail = rule.window - 1
-        normalizer = None
-        if rule.normalized_read:
-            normalizer = torch.zeros(batch, heads, key_dim, *([value_dim] if rule.per_channel else []), **wide)
-        return cls(
-            memory=torch.zeros(batch, heads, key_dim, value_dim, **wide),
-            previous_key=torch.zeros(batch, heads, key_dim, **narrow) if rule.shifted else None,
-            previous_valid=torch.zeros(batch, **flag) if rule.shifted else None,
-            tail_x=torch.zeros(batch, tail, heads, key_dim, **narrow) if tail else None,
-            tail_v=torch.zeros(batch, tail, heads, value_dim, **narrow) if tail else None,
-            tail_valid=torch.zeros(batch, tail, **flag) if tail else None,
-            normalizer=normalizer,
+        kinds = (wide, narrow, flag, narrow, narrow, flag, wide)
+        shapes = cls.shapes(rule, batch, heads, key_dim, value_dim)
+        return cls(*(None if s is None else torch.zeros(s, **kind) for s, kind in zip(shapes, kinds, strict=True)))
+
+    @classmethod
+    def shapes(cls, rule: Rule, batch: int, heads: int, key_dim: int, value_dim: int) -> tuple[Shape | None, ...]:
+        """The shape of each field, None where the rule does not need it."""
+        key, tail = (heads, key_dim), (batch, rule.window - 1)
+        sliding = rule.window > 1
+        matrix = (batch, heads, key_dim, value_dim)
+        return (
+            matrix,
+            (batch, *key) if rule.shifted else None,
+            (batch,) if rule.shifted else None,
+            (*tail, *key) if sliding else None,
+            (*tail, heads, value_dim) if sliding else None,
+            tail if sliding else None,
+            (matrix if rule.per_channel else matrix[:3]) if rule.normalized_read else None,
         )
 
     def map(self, function) -> Self:

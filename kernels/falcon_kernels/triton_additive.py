@@ -21,32 +21,14 @@ multiply-adds a token and head: forward C (K + V) + 2 K V, backward C (4K + 3V) 
 the terms in C, and C (C + LOOKBACK) backward for its sums.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .rule import Rule
-from .triton_layout import NAMESPACE, NUMBERS, Layout, chunk_of, load_rows, span, store_rows, v_rows, x_rows
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def _prefix(
-    weight, log_decay, w, u, bounds, first, owner, length, longest, heads, tokens,
-    CHUNK: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Weights and the log decay since each chunk's start, both moved from [B, T, H] to [H, B T]."""
-    _, low, count, start = chunk_of(tl.program_id(0).to(tl.int64), bounds, first, owner, length, longest, CHUNK, PACKED)
-    place = start + tl.arange(0, CHUNK)
-    head = tl.program_id(1).to(tl.int64) * HEADS + tl.arange(0, HEADS)
-    there = (place < count)[:, None] & (head < heads)[None, :]
-    read = (low + place)[:, None] * heads + head[None, :]
-    write = head[None, :] * tokens + (low + place)[:, None]
-    tl.store(w + write, tl.load(weight + read, mask=there, other=0.0), mask=there)
-    tl.store(u + write, tl.cumsum(tl.load(log_decay + read, mask=there, other=0.0), 0), mask=there)
+from .triton_layout import NUMBERS, Layout, Tables, chunk_of, exists, load_rows, span, store_rows, v_rows, x_rows
+from .triton_schedule import Before
 
 
 @triton.jit
@@ -91,13 +73,14 @@ def _pass(
     q, k, v, u, w, previous, tail_x, tail_v, initial, output, states, final, part_decay,
     bounds, first, length, heads, tokens, longest, parts, part_chunks,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LOOKBACK: tl.constexpr,
-    W: tl.constexpr, SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, READ: tl.constexpr,
-    STORE: tl.constexpr, FROM_ZERO: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    W: tl.constexpr, SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr,
+    READ: tl.constexpr, STORE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr, FROM_ZERO: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A part of a sequence in order. READ writes outputs, STORE the memory that each chunk finds.
 
-    FROM_ZERO: what the part writes to an empty memory, and its log decay; else from `initial` [sequence, part, ...],
-    and the last part writes `final`.
+    INITIAL starts from `initial` [sequence, part, ...], else from zero; FINAL has the last part write `final`.
+    FROM_ZERO: what the part writes to an empty memory, to `final` [sequence, part, ...], and its log decay.
     """
     tiles = (V + BV - 1) // BV
     program = tl.program_id(0).to(tl.int64)
@@ -116,7 +99,7 @@ def _pass(
     matrix = columns[:, None] * V + channels[None, :]
     place_of_part = ((sequence * parts + part) * heads + head) * K * V
     s = tl.zeros([BK, BV], tl.float32)
-    if not FROM_ZERO:
+    if INITIAL:
         s = tl.load(initial + place_of_part + matrix, mask=inside, other=0.0).to(tl.float32)
     total = 0.0
 
@@ -129,9 +112,9 @@ def _pass(
         end = tl.load(u + start + steps - 1)
         place = start + step
         there = place < count
-        x = x_rows(k, previous, tail_x, sequence, low, place, head, heads, K, W, SHIFT)
-        x = load_rows(x, there, columns, K).to(OPERAND)
-        y = v_rows(v, tail_v, sequence, low, place, head, heads, V, W)
+        x = x_rows(k, previous, tail_x, sequence, low, place, head, heads, K, W, SHIFT, CARRIED)
+        x = load_rows(x, exists(place, there, SHIFT, CARRIED), columns, K).to(OPERAND)
+        y = v_rows(v, tail_v, sequence, low, place, head, heads, V, W, CARRIED)
         y = load_rows(y, there, channels, V).to(OPERAND)
         read_u = _log_decay_at(u + start, step - LAG, steps, end)
         m, e = _band(u + start, w + start, steps, end, step, step, read_u, W, LAG, False)
@@ -139,10 +122,10 @@ def _pass(
             tl.store(states + ((number + n) * heads + head) * K * V + matrix, s, mask=inside)
         if W > 1:
             pair = tl.arange(0, LOOKBACK) - LOOKBACK
-            before = pair >= 1 - W
-            old_x = x_rows(k, previous, tail_x, sequence, low, start + pair, head, heads, K, W, SHIFT)
+            before = exists(start + pair, pair >= 1 - W, SHIFT, CARRIED)
+            old_x = x_rows(k, previous, tail_x, sequence, low, start + pair, head, heads, K, W, SHIFT, CARRIED)
             old_x = load_rows(old_x, before, columns, K).to(OPERAND)
-            old_y = v_rows(v, tail_v, sequence, low, start + pair, head, heads, V, W)
+            old_y = v_rows(v, tail_v, sequence, low, start + pair, head, heads, V, W, CARRIED)
             old_y = load_rows(old_y, before, channels, V).to(OPERAND)
             old_m, old_e = _band(u + start, w + start, steps, end, pair, step, read_u, W, LAG, False)
         if READ:
@@ -163,7 +146,7 @@ def _pass(
     if FROM_ZERO:
         tl.store(final + place_of_part + matrix, s, mask=inside)
         tl.store(part_decay + (sequence * parts + part) * heads + head, total)
-    elif READ and part == parts - 1:
+    elif FINAL and part == parts - 1:
         tl.store(final + (sequence * heads + head) * K * V + matrix, s, mask=inside)
 
 
@@ -172,12 +155,13 @@ def _reverse_pass(
     q, u, grad_output, initial, states, final, part_decay,
     bounds, first, length, heads, tokens, longest, parts, part_chunks,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LAG: tl.constexpr,
-    PACKED: tl.constexpr, STORE: tl.constexpr, FROM_ZERO: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, STORE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr, FROM_ZERO: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient G of the memory, backwards through a part: G = exp(u_C) G' + Q' Diag(exp(u)) dO.
 
-    STORE writes G' of each chunk. FROM_ZERO as in `_pass`; else the first part writes the initial memory's to `final`.
+    STORE writes G' of each chunk; FINAL has the first part write the initial memory's to `final`; the rest as in
+    `_pass`.
     """
     tiles = (V + BV - 1) // BV
     program = tl.program_id(0).to(tl.int64)
@@ -195,7 +179,7 @@ def _reverse_pass(
     matrix = columns[:, None] * V + channels[None, :]
     place_of_part = ((sequence * parts + part) * heads + head) * K * V
     g = tl.zeros([BK, BV], tl.float32)
-    if not FROM_ZERO:
+    if INITIAL:
         g = tl.load(initial + place_of_part + matrix, mask=inside, other=0.0).to(tl.float32)
     total = 0.0
 
@@ -221,19 +205,24 @@ def _reverse_pass(
     if FROM_ZERO:
         tl.store(final + place_of_part + matrix, g, mask=inside)
         tl.store(part_decay + (sequence * parts + part) * heads + head, total)
-    elif part == 0:
+    elif FINAL and part == 0:
         tl.store(final + (sequence * heads + head) * K * V + matrix, g, mask=inside)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def _carry(written, part_decay, initial, parts, heads, SIZE: tl.constexpr, BLOCK: tl.constexpr, REVERSED: tl.constexpr):
+def _carry(
+    written, part_decay, initial, parts, heads,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, INITIAL: tl.constexpr, REVERSED: tl.constexpr,
+):  # fmt: skip
     """Replaces what each part writes [S, parts, H, K V] by the memory that it finds, from `initial` [S, H, K V] on."""
     blocks = (SIZE + BLOCK - 1) // BLOCK
     program = tl.program_id(0).to(tl.int64)
     head, sequence = program // blocks % heads, program // (blocks * heads)
     entry = program % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = entry < SIZE
-    s = tl.load(initial + (sequence * heads + head) * SIZE + entry, mask=inside, other=0.0)
+    s = tl.zeros([BLOCK], tl.float32)
+    if INITIAL:
+        s = tl.load(initial + (sequence * heads + head) * SIZE + entry, mask=inside, other=0.0)
     for i in range(parts):
         part = parts - 1 - i if REVERSED else i
         place = (sequence * parts + part) * heads + head
@@ -244,13 +233,16 @@ def _carry(written, part_decay, initial, parts, heads, SIZE: tl.constexpr, BLOCK
 
 @triton.jit
 def _pair_gradients(
-    pair, there, x_at, y_at, into_x, into_y, q_at, out_at, grad_states, u, w, step, steps, end, read_u,
+    pair, there, readable, x_at, y_at, into_x, into_y, q_at, out_at, grad_states, u, w, step, steps, end, read_u,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr, LAG: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradients of the pairs [P] of one chunk that its own steps give them; returns x_j' G v_j [P]."""
+    """Writes the gradients of the pairs [P] of one chunk that its own steps give them; returns x_j' G v_j [P].
+
+    readable: [P] which pairs have a write feature.
+    """
     columns = tl.arange(0, BK)
-    x = load_rows(x_at, there, columns, K).to(OPERAND)
+    x = load_rows(x_at, readable, columns, K).to(OPERAND)
     rows = load_rows(q_at, step < steps, columns, K).to(OPERAND)
     m, e = _band(u, w, steps, end, pair, step, read_u, W, LAG, True)
     scores = (tl.dot(x, tl.trans(rows), input_precision=PRECISION) * m).to(OPERAND)
@@ -267,7 +259,7 @@ def _pair_gradients(
         of_y = tl.dot(scores, out, of_y, input_precision=PRECISION)
         store_rows(into_y, of_y, there, channels, V)
     of_x = tl.dot((n * m).to(OPERAND), rows, write_g * e[:, None], input_precision=PRECISION)
-    store_rows(into_x, of_x, there, columns, K)
+    store_rows(into_x, of_x, readable, columns, K)
     return tl.sum(x.to(tl.float32) * write_g, 1)
 
 
@@ -277,8 +269,8 @@ def _chunk_backward(
     grad_q, grad_k, grad_v, grad_weight, grad_log_decay, grad_previous, old_grad_x, old_grad_v,
     bounds, first, owner, length, longest, heads, tokens,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LOOKBACK: tl.constexpr,
-    W: tl.constexpr, SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr, BAND_PRECISION: tl.constexpr,
+    W: tl.constexpr, SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, BAND_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All gradients of one chunk of one head, from the memory S that it finds and the gradient G of what it leaves.
 
@@ -288,7 +280,8 @@ def _chunk_backward(
 
     and for the step s, z_s its window's sum of x_j' G v_j, B_ts = exp(u_t - u_s) sum of P_tj over its window,
     dw_s = sum_t B_ts + exp(u_C - u_s) z_s. A log decay's gradient is the sum of everything that passes over it,
-    taken as the suffix sums of rows less columns of w B without its diagonal, so that nothing large cancels.
+    taken as the suffix sums of rows less columns of w B without its diagonal, so that nothing large cancels. Both lie
+    as w does, [H, B T].
 
     One after another, for the registers' sake: pairs, the lookback's pairs (to scratch), queries. Transposed products
     are computed again, never transposed.
@@ -301,8 +294,11 @@ def _chunk_backward(
     columns = tl.arange(0, BK)
     step = tl.arange(0, C)
     steps = tl.minimum(count - start, C)
-    u += head * tokens + low + start
-    w += head * tokens + low + start
+    first_number = head * tokens + low + start
+    u += first_number
+    w += first_number
+    grad_weight += first_number
+    grad_log_decay += first_number
     end = tl.load(u + steps - 1)
     there = step < steps
     token = (low + start + step) * heads + head
@@ -311,25 +307,26 @@ def _chunk_backward(
     grad_states += (number * heads + head) * K * V
     q_at, out_at = q + token * K, grad_output + token * V
 
-    x_at = x_rows(k, previous, tail_x, sequence, low, start + step, head, heads, K, W, SHIFT)
-    y_at = v_rows(v, tail_v, sequence, low, start + step, head, heads, V, W)
-    into_x = x_rows(grad_k, grad_previous, grad_k, sequence, low, start + step, head, heads, K, 1, SHIFT)
+    readable = exists(start + step, there, SHIFT, CARRIED)
+    x_at = x_rows(k, previous, tail_x, sequence, low, start + step, head, heads, K, W, SHIFT, CARRIED)
+    y_at = v_rows(v, tail_v, sequence, low, start + step, head, heads, V, W, CARRIED)
+    into_x = x_rows(grad_k, grad_previous, grad_k, sequence, low, start + step, head, heads, K, 1, SHIFT, CARRIED)
     z = _pair_gradients(
-        step, there, x_at, y_at, into_x, grad_v + token * V, q_at, out_at, grad_states, u, w, step, steps, end, read_u,
-        K, V, BK, BV, W, LAG, OPERAND, PRECISION,
+        step, there, readable, x_at, y_at, into_x, grad_v + token * V, q_at, out_at, grad_states, u, w, step, steps,
+        end, read_u, K, V, BK, BV, W, LAG, OPERAND, PRECISION,
     )  # fmt: skip
     if SHIFT and start + C >= count:  # the last key is nobody's write feature here
         last = grad_k + ((low + count - 1) * heads + head) * K + columns
         tl.store(last, tl.zeros([BK], tl.float32), mask=columns < K)
     if W > 1:
         pair = tl.arange(0, LOOKBACK) - LOOKBACK
-        before = pair >= 1 - W
-        old_x_at = x_rows(k, previous, tail_x, sequence, low, start + pair, head, heads, K, W, SHIFT)
-        old_y_at = v_rows(v, tail_v, sequence, low, start + pair, head, heads, V, W)
+        before = exists(start + pair, pair >= 1 - W, SHIFT, CARRIED)
+        old_x_at = x_rows(k, previous, tail_x, sequence, low, start + pair, head, heads, K, W, SHIFT, CARRIED)
+        old_y_at = v_rows(v, tail_v, sequence, low, start + pair, head, heads, V, W, CARRIED)
         scratch = (number * heads + head) * LOOKBACK + LOOKBACK + pair
         old_z = _pair_gradients(
-            pair, before, old_x_at, old_y_at, old_grad_x + scratch * K, old_grad_v + scratch * V, q_at, out_at,
-            grad_states, u, w, step, steps, end, read_u, K, V, BK, BV, W, LAG, OPERAND, PRECISION,
+            pair, before, before, old_x_at, old_y_at, old_grad_x + scratch * K, old_grad_v + scratch * V, q_at,
+            out_at, grad_states, u, w, step, steps, end, read_u, K, V, BK, BV, W, LAG, OPERAND, PRECISION,
         )  # fmt: skip
 
     n = tl.zeros([C, C], tl.float32)
@@ -351,7 +348,7 @@ def _chunk_backward(
             old_n = tl.dot(out, tl.trans(old_y), old_n, input_precision=PRECISION)
 
     rows = load_rows(q_at, there, columns, K).to(OPERAND)
-    x = load_rows(x_at, there, columns, K).to(OPERAND)
+    x = load_rows(x_at, readable, columns, K).to(OPERAND)
     read_s = read_s * tl.exp(read_u)[:, None]
     passing = tl.sum(rows.to(tl.float32) * read_s, 1)  # what o_t . dO_t has from S
     m, _ = _band(u, w, steps, end, step, step, read_u, W, LAG, False)
@@ -375,13 +372,13 @@ def _chunk_backward(
     age = step[:, None] - LAG - step[None, :]
     b = tl.exp(tl.where(age >= 0, read_u[:, None] - own_u[None, :], float("-inf"))) * windows
     z = z * tl.exp(end - own_u)
-    tl.store(grad_weight + token, tl.sum(b, 0) + z, mask=there)
+    tl.store(grad_weight + step, tl.sum(b, 0) + z, mask=there)
     b = tl.where(age > 0, b * own_w[None, :], 0.0)
     passing += tl.sum(b, 1)
     after = tl.sum(tl.where(age >= 0, passing[:, None], 0.0), 0)
     after -= tl.sum(tl.where(step[:, None] >= step[None, :], tl.sum(b, 0)[:, None], 0.0), 0)
     after += tl.sum(tl.where(step[:, None] < step[None, :], (own_w * z)[:, None], 0.0), 0)
-    tl.store(grad_log_decay + token, after + product * tl.exp(end), mask=there)
+    tl.store(grad_log_decay + step, after + product * tl.exp(end), mask=there)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -389,7 +386,7 @@ def _add_lookback(
     old_grad_x, old_grad_v, grad_k, grad_v, grad_previous, grad_tail_x, grad_tail_v,
     bounds, first, owner, length, longest, heads,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LOOKBACK: tl.constexpr,
-    W: tl.constexpr, SHIFT: tl.constexpr, PACKED: tl.constexpr,
+    W: tl.constexpr, SHIFT: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr,
 ):  # fmt: skip
     """Adds each chunk's gradients of the W - 1 pairs before it to those from the pairs' own chunk, or to the tail's."""
     program = tl.program_id(0).to(tl.int64)
@@ -399,271 +396,168 @@ def _add_lookback(
         return
     row = tl.arange(0, LOOKBACK)
     place = start + row - LOOKBACK
-    there = row >= LOOKBACK - W + 1
+    there = exists(place, row >= LOOKBACK - W + 1, SHIFT, CARRIED)
     source = (number * heads + head) * LOOKBACK + row
     columns, channels = tl.arange(0, BK), tl.arange(0, BV)
-    into = x_rows(grad_k, grad_previous, grad_tail_x, sequence, low, place, head, heads, K, W, SHIFT)
+    into = x_rows(grad_k, grad_previous, grad_tail_x, sequence, low, place, head, heads, K, W, SHIFT, CARRIED)
     own = load_rows(into, there & (place >= 0), columns, K).to(tl.float32)
     store_rows(into, own + load_rows(old_grad_x + source * K, there, columns, K), there, columns, K)
-    into = v_rows(grad_v, grad_tail_v, sequence, low, place, head, heads, V, W)
+    into = v_rows(grad_v, grad_tail_v, sequence, low, place, head, heads, V, W, CARRIED)
     own = load_rows(into, there & (place >= 0), channels, V).to(tl.float32)
     store_rows(into, own + load_rows(old_grad_v + source * V, there, channels, V), there, channels, V)
 
 
-def additive_core(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    log_decay: Tensor,
-    memory: Tensor,
-    previous_key: Tensor | None,
-    tail_x: Tensor | None,
-    tail_v: Tensor | None,
-    cu_seqlens: Tensor | None,
-    rule: Rule,
-) -> tuple[Tensor, Tensor]:
-    """Outputs [B, T, H, V] in the dtype of v, and the final memory, float32 [S, H, K, V].
+class Plan:
+    """All of the launches of a call that follows from shapes and options."""
 
-    Args:
-        q, k: [B, T, H, K]; v: [B, T, H, V]; float32, bfloat16 or float16, the same for all.
-        weight, log_decay: float32 [B, T, H], 0 for what is no token and for a first token without a pair.
-        memory: float32 [S, H, K, V]; S is B, or the number of documents.
-        previous_key: [S, H, K], 0 where a sequence begins; None where the keys are not shifted.
-        tail_x, tail_v: [S, W - 1, H, .] pairs before the call, 0 where there is none; None for W = 1.
-        cu_seqlens: [S + 1] bounds of documents packed into one row, or None.
-    """
-    nothing = k.new_empty(0)
-    return additive(
-        q, k, v, weight, log_decay, memory,
-        *(nothing if t is None else t for t in (previous_key, tail_x, tail_v)),
-        torch.empty(0, dtype=torch.int64, device=k.device) if cu_seqlens is None else cu_seqlens,
-        rule.window, rule.shifted, rule.timing == "read_before_write",
-    )  # fmt: skip
+    def __init__(
+        self, layout: Layout, shape: torch.Size, value_dim: int, dtype: torch.dtype, device: torch.device, window: int,
+        shifted: bool, before: bool, carried: bool,
+    ):  # fmt: skip
+        self.layout = layout
+        batch, length, self.heads, key_dim = shape
+        self.operand = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        self.memory = (layout.sequences, self.heads, key_dim, value_dim)
+        self.states = (layout.chunks, self.heads, key_dim, value_dim)
+        key_tile, tokens = max(16, triton.next_power_of_2(key_dim)), batch * length
+        value_width = max(16, triton.next_power_of_2(value_dim))
+        forward, reverse, backward = launch.configs(device, self.operand.itemsize, key_tile)
+        lookback = max(16, triton.next_power_of_2(window - 1)) if window > 1 else 16
+        rows = layout.sequences * self.heads
 
+        def tiles(config):
+            return -(-value_dim // min(config.value_tile, value_width))
 
-class _Call:
-    """What every launch of one call shares."""
+        segments = launch.segments(device, rows * tiles(forward), layout.longest)
+        part_chunks = -(-layout.longest // segments)
+        self.parts = -(-layout.longest // part_chunks)
+        self.along = (layout.length, self.heads, tokens, layout.longest, self.parts, part_chunks)
+        self.across = (layout.length, layout.longest, self.heads)
+        self.tokens = tokens
 
-    def __init__(self, q: Tensor, v: Tensor, cu_seqlens: Tensor, window: int, shifted: bool, before: bool):
-        self.heads, self.key_dim, self.value_dim = q.shape[2], q.shape[3], v.shape[3]
-        self.operand = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-        operand_bytes = self.operand.itemsize
-        self.tokens = q.shape[0] * q.shape[1]
-        self.key_tile = max(16, triton.next_power_of_2(self.key_dim))
-        chunk = launch.chunk_length(operand_bytes, self.key_tile, window)
-        self.layout = layout = Layout.of(q, cu_seqlens, chunk)
-        self.forward_config, self.reverse_config, self.backward_config = launch.configs(
-            q.device, operand_bytes, self.key_tile
-        )
-        self.lookback = max(16, triton.next_power_of_2(window - 1)) if window > 1 else 16
-        programs = layout.sequences * self.heads * triton.cdiv(self.value_dim, self._tile(self.forward_config))
-        self.part_chunks = triton.cdiv(layout.longest, launch.segments(q.device, programs, layout.longest))
-        self.parts = triton.cdiv(layout.longest, self.part_chunks)
-        self.rule = {"W": window, "SHIFT": int(shifted)}
-        self.sizes = {
-            "K": self.key_dim,
-            "V": self.value_dim,
-            "BK": self.key_tile,
-            "C": chunk,
-            "PACKED": layout.packed,
-        }
-        self.numbers = {
+        sizes = {"K": key_dim, "V": value_dim, "BK": key_tile, "C": layout.chunk, "PACKED": layout.packed}
+        rule = {"W": window, "SHIFT": int(shifted), "CARRIED": carried, "LOOKBACK": lookback}
+        numbers = {
             "OPERAND": tl.bfloat16 if self.operand == torch.bfloat16 else tl.float32,
-            "PRECISION": "tf32" if q.dtype == torch.float16 else "ieee",
+            "PRECISION": "tf32" if dtype == torch.float16 else "ieee",
             "LAG": int(before),
         }
 
-    def value_tile(self, config: launch.Config) -> int:
-        return min(config.value_tile, max(16, triton.next_power_of_2(self.value_dim)))
+        def options(config, *more):
+            found = {"BV": min(config.value_tile, value_width), "num_warps": config.warps, "num_stages": config.stages}
+            for each in more:
+                found |= each
+            return found
 
-    def launch_options(self, config: launch.Config) -> dict:
-        return {"BV": self.value_tile(config), "num_warps": config.warps, "num_stages": config.stages}
+        self.pass_grid = (rows * self.parts * tiles(forward),)
+        self.reverse_grid = (rows * self.parts * tiles(reverse),)
+        self.chunk_grid = (layout.chunks * self.heads,)
+        self.pass_options = options(forward, sizes, rule, numbers)
+        self.reverse_options = options(reverse, sizes, numbers)
+        band = {"BAND_PRECISION": "tf32" if self.operand == torch.bfloat16 else "ieee"}
+        self.backward_options = options(backward, sizes, rule, numbers, band)
+        self.lookback_options = sizes | rule | {"BV": value_width, "num_warps": 4}
+        self.lookback_rows = layout.chunks * self.heads * lookback if window > 1 else 0
+        self.carry_options = {"SIZE": key_dim * value_dim, "BLOCK": 1024, "num_warps": 4}
+        self.carry_grid = (rows * -(-key_dim * value_dim // 1024),)
 
-    def inputs(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, log_decay: Tensor, *before: Tensor) -> "_Inputs":
-        """What kernels read: whole rows, and weights and running log decays moved to [H, B T]."""
-        q, k, v, weight, log_decay = (t.contiguous() for t in (q, k, v, weight, log_decay))
-        w, u = (weight.new_empty(self.heads, self.tokens) for _ in range(2))
-        layout, block = self.layout, min(16, triton.next_power_of_2(self.heads))
-        _prefix[layout.chunks, triton.cdiv(self.heads, block)](
-            weight, log_decay, w, u, layout.bounds, layout.first, layout.owner, layout.length, layout.longest,
-            self.heads, self.tokens, CHUNK=layout.chunk, HEADS=block, PACKED=layout.packed, num_warps=4,
-        )  # fmt: skip
-        return _Inputs(q, k, v, w, u, *(t.contiguous() for t in before))
-
-    def chunk_states(self, memory: Tensor) -> Tensor:
-        return memory.new_empty(self.layout.chunks, self.heads, self.key_dim, self.value_dim, dtype=self.operand)
-
-    def forward(self, inputs: "_Inputs", memory: Tensor, output: Tensor, states: Tensor, final: Tensor) -> None:
-        """From `memory` to `output` and `final`, or to the memories that chunks find, whichever is not empty."""
-        mode = {"READ": output.numel() > 0, "STORE": states.numel() > 0, "LOOKBACK": self.lookback}
-
-        def run(initial, output, states, final, part_decay, **mode):
-            _pass[self._grid(self.forward_config)](
-                inputs.q, inputs.k, inputs.v, inputs.u, inputs.w, inputs.previous_key, inputs.tail_x, inputs.tail_v,
-                initial, output, states, final, part_decay, *self._where(), **mode, **self.rule, **self.sizes,
-                **self.numbers, **self._options(self.forward_config),
-            )  # fmt: skip
-
-        def sum_up(found, decay):
-            run(found, output, states, found, decay, **mode | {"READ": False, "STORE": False}, FROM_ZERO=True)
-
-        initial = self._in_parts(sum_up, memory, reverse=False)
-        run(initial, output, states, final, memory, **mode, FROM_ZERO=False)
-
-    def reverse(self, inputs: "_Inputs", grad_output: Tensor, grad_final: Tensor, states: Tensor, grad: Tensor) -> None:
-        """From the final memory's gradient to those of the memories that chunks leave and of the initial one."""
-
-        def run(initial, final, part_decay, **mode):
-            _reverse_pass[self._grid(self.reverse_config)](
-                inputs.q, inputs.u, grad_output, initial, states, final, part_decay, *self._where(), **mode,
-                **self.sizes, **self.numbers, **self._options(self.reverse_config),
-            )  # fmt: skip
-
-        initial = self._in_parts(lambda f, decay: run(f, f, decay, STORE=False, FROM_ZERO=True), grad_final, True)
-        run(initial, grad, grad_final, STORE=True, FROM_ZERO=False)
-
-    def backward(self, inputs: "_Inputs", grad_output: Tensor, states: Tensor, grad_states: Tensor, into: dict) -> None:
-        """Everything else, one program per chunk and head."""
-        layout = self.layout
-        where = (layout.bounds, layout.first, layout.owner, layout.length, layout.longest, self.heads)
-        rows = layout.chunks * self.heads * self.lookback if self.rule["W"] > 1 else 0
-        old_x, old_v = (inputs.u.new_empty(rows * width) for width in (self.key_dim, self.value_dim))
-        _chunk_backward[(layout.chunks * self.heads,)](
-            inputs.q, inputs.k, inputs.v, inputs.u, inputs.w, inputs.previous_key, inputs.tail_x, inputs.tail_v,
-            grad_output, states, grad_states, into["q"], into["k"], into["v"], into["weight"], into["log_decay"],
-            into["previous_key"], old_x, old_v, *where, self.tokens, LOOKBACK=self.lookback,
-            BAND_PRECISION="tf32" if self.operand == torch.bfloat16 else "ieee",
-            **self.rule, **self.sizes, **self.numbers, **self._options(self.backward_config),
-        )  # fmt: skip
-        if rows:
-            _add_lookback[(layout.chunks * self.heads,)](
-                old_x, old_v, into["k"], into["v"], into["previous_key"], into["tail_x"], into["tail_v"], *where,
-                LOOKBACK=self.lookback, BV=max(16, triton.next_power_of_2(self.value_dim)), num_warps=4,
-                **self.rule, **self.sizes,
-            )  # fmt: skip
-
-    def _in_parts(self, run, memory: Tensor, reverse: bool) -> Tensor:
+    def in_parts(self, run, memory: Tensor | None, like: Tensor, reverse: bool) -> Tensor | None:
         """What each part of each sequence begins with, [S, parts, H, K, V]; `memory` itself where there is one part."""
         if self.parts == 1:
             return memory
-        found = memory.new_empty(memory.shape[0], self.parts, *memory.shape[1:])
-        decay = memory.new_empty(found.shape[:3])
+        sequences, heads, *matrix = self.memory
+        found = torch.empty((sequences, self.parts, heads, *matrix), dtype=torch.float32, device=like.device)
+        decay = torch.empty((sequences, self.parts, heads), dtype=torch.float32, device=like.device)
         run(found, decay)
-        size, block = self.key_dim * self.value_dim, 1024
-        _carry[(memory.shape[0] * self.heads * triton.cdiv(size, block),)](
-            found, decay, memory, self.parts, self.heads, SIZE=size, BLOCK=block, REVERSED=reverse, num_warps=4
+        _carry[self.carry_grid](
+            found, decay, memory, self.parts, heads, INITIAL=memory is not None, REVERSED=reverse, **self.carry_options
         )
         return found
 
-    def _tile(self, config: launch.Config) -> int:
-        return min(config.value_tile, max(16, triton.next_power_of_2(self.value_dim)))
 
-    def _options(self, config: launch.Config) -> dict:
-        return {"BV": self._tile(config), "num_warps": config.warps, "num_stages": config.stages}
+def _run_pass(
+    plan: Plan, tables: Tables, inputs: tuple, memory: Tensor | None, output: Tensor | None, states: Tensor | None,
+    final: Tensor | None,
+) -> None:  # fmt: skip
+    """From `memory` to whichever is given: outputs, memories that chunks find, and the memory at the end."""
 
-    def _grid(self, config: launch.Config) -> tuple[int]:
-        tiles = triton.cdiv(self.value_dim, self._tile(config))
-        return (self.layout.sequences * self.parts * self.heads * tiles,)
-
-    def _where(self) -> tuple:
-        layout = self.layout
-        return (
-            layout.bounds, layout.first, layout.length, self.heads, self.tokens, layout.longest, self.parts,
-            self.part_chunks,
+    def run(initial, output, states, final, part_decay, from_zero):
+        _pass[plan.pass_grid](
+            *inputs, initial, output, states, final, part_decay, tables.bounds, tables.first, *plan.along,
+            READ=output is not None, STORE=states is not None, FINAL=final is not None and not from_zero,
+            INITIAL=initial is not None, FROM_ZERO=from_zero, **plan.pass_options,
         )  # fmt: skip
 
-
-class _Inputs(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    w: Tensor  # [H, B T]
-    u: Tensor  # [H, B T]
-    previous_key: Tensor
-    tail_x: Tensor
-    tail_v: Tensor
+    initial = plan.in_parts(lambda found, decay: run(None, None, None, found, decay, True), memory, inputs[0], False)
+    run(initial, output, states, final, None, False)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::additive", mutates_args=())
-def additive(
+def forward(
+    plan: Plan,
+    tables: Tables,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     weight: Tensor,
     log_decay: Tensor,
-    memory: Tensor,
-    previous_key: Tensor,
-    tail_x: Tensor,
-    tail_v: Tensor,
-    cu_seqlens: Tensor,
-    window: int,
-    shifted: bool,
-    read_before_write: bool,
-) -> tuple[Tensor, Tensor]:
-    """`additive_core` with absent tensors empty."""
-    call = _Call(q, v, cu_seqlens, window, shifted, read_before_write)
-    inputs = call.inputs(q, k, v, weight, log_decay, previous_key, tail_x, tail_v)
-    memory = memory.contiguous()
-    output, final = v.new_empty(v.shape), memory.new_empty(memory.shape)
-    call.forward(inputs, memory, output, memory.new_empty(0), final)
-    return output, final
+    memory: Tensor | None,
+    before: Before,
+    output: Tensor,
+    final: Tensor | None,
+) -> None:
+    """Fills `output` [B, T, H, V] and, where it is given, the final memory, float32 [S, H, K, V].
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, H, V]; float32, bfloat16 or float16, the same for all.
+        weight: float32 [H, B T], 0 for what is no token and for a first token without a pair.
+        log_decay: float32 [H, B T], running from each chunk's start.
+        memory: float32 [S, H, K, V]; S is B, or the number of documents; None for zero.
+        before: previous keys, and pairs of the tails, 0 where there is none.
+    """
+    inputs = (q, k, v, log_decay, weight, before.previous_key, before.tail_x, before.tail_v)
+    _run_pass(plan, tables, inputs, memory, output, None, final)
 
 
-@additive.register_fake
-def _(q, k, v, weight, log_decay, memory, *_):
-    return v.new_empty(v.shape), memory.new_empty(memory.shape)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::additive_backward", mutates_args=())
-def additive_backward(
+def backward(
+    plan: Plan,
+    tables: Tables,
     grad_output: Tensor,
-    grad_final: Tensor,
+    grad_final: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     weight: Tensor,
     log_decay: Tensor,
-    memory: Tensor,
-    previous_key: Tensor,
-    tail_x: Tensor,
-    tail_v: Tensor,
-    cu_seqlens: Tensor,
-    window: int,
-    shifted: bool,
-    read_before_write: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of all but cu_seqlens, in the order of the arguments."""
-    call = _Call(q, v, cu_seqlens, window, shifted, read_before_write)
-    inputs = call.inputs(q, k, v, weight, log_decay, previous_key, tail_x, tail_v)
-    memory = memory.contiguous()
-    grad_output, grad_final = grad_output.to(v.dtype).contiguous(), grad_final.float().contiguous()
-    into = {
-        name: t.new_empty(t.shape)
-        for name, t in (("q", q), ("k", k), ("v", v), ("weight", weight), ("log_decay", log_decay), ("memory", memory))
-    }
-    before = {"previous_key": previous_key, "tail_x": tail_x, "tail_v": tail_v}
-    into |= {name: t.new_zeros(t.shape) for name, t in before.items()}  # documents without tokens are not visited
-    states, grad_states = call.chunk_states(memory), call.chunk_states(memory)
-    call.forward(inputs, memory, memory.new_empty(0), states, memory.new_empty(0))
-    call.reverse(inputs, grad_output, grad_final, grad_states, into["memory"])
-    call.backward(inputs, grad_output, states, grad_states, into)
-    return tuple(into.values())  # type: ignore[return-value]
+    memory: Tensor | None,
+    before: Before,
+    into: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    grad_before: Before,
+) -> None:
+    """Fills the gradients of q, k, v, weight, log decay (each token's own) and memory, and adds to `grad_before`."""
+    grad_q, grad_k, grad_v, grad_weight, grad_log_decay, grad_memory = into
+    inputs = (q, k, v, log_decay, weight, before.previous_key, before.tail_x, before.tail_v)
+    states, grad_states = (torch.empty(plan.states, dtype=plan.operand, device=q.device) for _ in range(2))
+    _run_pass(plan, tables, inputs, memory, None, states, None)
 
+    def reverse(initial, states, final, part_decay, from_zero):
+        _reverse_pass[plan.reverse_grid](
+            q, log_decay, grad_output, initial, states, final, part_decay, tables.bounds, tables.first, *plan.along,
+            STORE=states is not None, FINAL=final is not None and not from_zero, INITIAL=initial is not None,
+            FROM_ZERO=from_zero, **plan.reverse_options,
+        )  # fmt: skip
 
-@additive_backward.register_fake
-def _(grad_output, grad_final, *inputs):
-    return tuple(t.new_empty(t.shape) for t in inputs[:9])
+    initial = plan.in_parts(lambda found, decay: reverse(None, None, found, decay, True), grad_final, q, True)
+    reverse(initial, grad_states, grad_memory, None, False)
 
-
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:10])
-    ctx.options = inputs[10:]
-
-
-def _differentiate(ctx, grad_output, grad_final):
-    grads = additive_backward(grad_output, grad_final, *ctx.saved_tensors, *ctx.options)
-    return *grads, None, None, None, None
-
-
-additive.register_autograd(_differentiate, setup_context=_save)
+    old_x = old_v = None
+    if plan.lookback_rows:
+        old_x, old_v = (weight.new_empty(plan.lookback_rows * t.shape[-1]) for t in (k, v))
+    _chunk_backward[plan.chunk_grid](
+        *inputs, grad_output, states, grad_states, grad_q, grad_k, grad_v, grad_weight, grad_log_decay,
+        grad_before.previous_key, old_x, old_v, *tables, *plan.across, plan.tokens, **plan.backward_options,
+    )  # fmt: skip
+    if plan.lookback_rows:
+        _add_lookback[plan.chunk_grid](
+            old_x, old_v, grad_k, grad_v, grad_before.previous_key, grad_before.tail_x, grad_before.tail_v, *tables,
+            *plan.across, **plan.lookback_options,
+        )  # fmt: skip

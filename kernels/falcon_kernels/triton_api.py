@@ -1,8 +1,6 @@
-"""`impl="triton"`: compaction, schedule, core and final state, each a custom op or plain PyTorch on small tensors.
+"""`impl="triton"`: checks, compaction, one op (triton_attention.py), and the state's previous key and tail.
 
-Cores take what the schedule made, `core(q, k, v, weight, log_decay, memory, previous_key, tail_x, tail_v, cu_seqlens,
-rule) -> (output, final_memory)`, and know nothing of gains, ridges, masks or flags. Write features are never copied:
-kernels read the key one token earlier.
+Write features are never copied: kernels read the key one token earlier.
 """
 
 import torch
@@ -14,9 +12,8 @@ from . import launch
 from .compaction import compaction
 from .rule import Rule
 from .state import FalconState
-from .triton_additive import additive_core
-from .triton_regression import regression_core
-from .triton_schedule import RIDGE, schedule
+from .triton_attention import attention as attention_op
+from .triton_schedule import RIDGE
 
 RULES = ("falcon_1", "falcon_1a", "falcon_3a")
 INTERPRETED = triton.knobs.runtime.interpret
@@ -29,19 +26,16 @@ def attention(
     v: Tensor,
     gain: Tensor,
     ridge: Tensor | None,
-    state: FalconState,
+    state: FalconState | None,
     rule: Rule,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     final_state: bool = True,
-) -> tuple[Tensor, FalconState]:
-    """Arguments and results as in `falcon_attention`, with the state always given and returned.
-
-    Without `final_state` only the memory of what is returned has moved: a dozen small launches fewer.
-    """
+) -> tuple[Tensor, FalconState | None]:
+    """Arguments and results as in `falcon_attention`; a fresh state is None and costs nothing."""
     _check(q, k, v, rule)
     if q.shape[1] == 0:
-        return v, state
+        return v, _fresh(k, v, rule, cu_seqlens) if state is None and final_state else state
     lengths = compact = None
     if mask is not None:
         compact = compaction(mask)
@@ -49,74 +43,65 @@ def attention(
         q, k, v, gain, ridge = (None if t is None else compact.gather(t) for t in (q, k, v, gain, ridge))
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(q.device, torch.int64)
-    q, k, v, gain, ridge = (None if t is None else t.contiguous() for t in (q, k, v, gain, ridge))
 
-    previous_key = tail_x = tail_v = None
-    if rule.shifted:
-        previous_key = torch.where(state.previous_valid[:, None, None], state.previous_key, 0).to(k.dtype).contiguous()
-    if rule.window > 1:
-        tail_x, tail_v = (
-            torch.where(state.tail_valid[..., None, None], t, 0).to(k.dtype).contiguous()
-            for t in (state.tail_x, state.tail_v)
-        )
-    nothing = k.new_empty(0)
-    flags, places = (torch.empty(0, dtype=dtype, device=k.device) for dtype in (torch.bool, torch.int64))
-    weight, log_decay, _ = schedule(
-        k,
-        gain,
-        nothing if ridge is None else ridge,
-        nothing if previous_key is None else previous_key,
-        flags if previous_key is None else state.previous_valid.contiguous(),
-        nothing if tail_x is None else tail_x,
-        flags if tail_x is None else state.tail_valid.contiguous(),
-        places if lengths is None else lengths,
-        places if cu_seqlens is None else cu_seqlens,
-        rule.window,
-        rule.shifted,
-        RIDGE[rule.ridge],
-        rule.step_size == "direct",
-        rule.residual,
-        rule.detach_energy,
-        rule.epsilon,
-        rule.decay_floor,
-    )
-
-    after = _after(k, v, state, rule, lengths, cu_seqlens) if final_state else state
-    memory = state.memory.float()
+    memory = previous_key = previous_valid = tail_x = tail_v = tail_valid = None
+    if state is not None:
+        memory = state.memory.float()
+        if rule.shifted:
+            previous_valid = state.previous_valid
+            previous_key = torch.where(previous_valid[:, None, None], state.previous_key, 0).to(k.dtype)
+        if rule.window > 1:
+            tail_valid = state.tail_valid
+            tail_x, tail_v = (
+                torch.where(tail_valid[..., None, None], t, 0).to(k.dtype) for t in (state.tail_x, state.tail_v)
+            )
+    values = v
     if rule.normalized_read:
-        v, memory = pad(v, (0, 1), value=1), torch.cat([memory, state.normalizer.float()[..., None]], -1)
-        tail_v = None if tail_v is None else pad(tail_v, (0, 1), value=1)
-    if rule.residual:
-        output, memory = regression_core(
-            q, k, v, weight, log_decay, memory.contiguous(), previous_key, cu_seqlens, rule
-        )
-    else:
-        output, memory = additive_core(
-            q, k, v, weight, log_decay, memory.contiguous(), previous_key, tail_x, tail_v, cu_seqlens, rule
-        )
+        values = pad(v, (0, 1), value=1)
+        if state is not None:
+            memory = torch.cat([memory, state.normalizer.float()[..., None]], -1)
+            tail_v = None if tail_v is None else pad(tail_v, (0, 1), value=1)
+    output, memory, *_ = attention_op(
+        q, k, values, gain, ridge, memory, previous_key, previous_valid, tail_x, tail_v, tail_valid, lengths,
+        cu_seqlens, rule.window, rule.shifted, RIDGE[rule.ridge], rule.step_size == "direct", rule.residual,
+        rule.detach_energy, rule.epsilon, rule.decay_floor, rule.timing == "read_before_write", final_state, False,
+    )  # fmt: skip
     if rule.normalized_read:
         output = (output[..., :-1].float() / (output[..., -1:].float() + rule.read_epsilon)).to(v.dtype)
+    if compact is not None:
+        output = compact.scatter(output)
+    if not final_state:
+        return output, None
+    after = _after(k, v, state, rule, lengths, cu_seqlens)
+    if rule.normalized_read:
         after = after._replace(normalizer=memory[..., -1])
         memory = memory[..., :-1]
-    output = output if compact is None else compact.scatter(output)
     return output, after._replace(memory=memory)
 
 
+def _fresh(k: Tensor, v: Tensor, rule: Rule, cu_seqlens: Tensor | None) -> FalconState:
+    rows = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return FalconState.zeros(rule, rows, *k.shape[2:], v.shape[-1], dtype=v.dtype, device=v.device)
+
+
 def _after(
-    k: Tensor, v: Tensor, state: FalconState, rule: Rule, lengths: Tensor | None, cu_seqlens: Tensor | None
+    k: Tensor, v: Tensor, state: FalconState | None, rule: Rule, lengths: Tensor | None, cu_seqlens: Tensor | None
 ) -> FalconState:
     """`state` with previous key and tail moved to the end of each sequence."""
     batch, length = k.shape[:2]
     if lengths is None and cu_seqlens is None and length >= rule.window:  # all that is kept is new, and is a pair
-        begin = length - rule.window + 1
+        begin, tail = length - rule.window + 1, rule.window - 1
         new: dict[str, Tensor] = {}
         if rule.shifted:
-            new = {"previous_key": k[:, -1], "previous_valid": torch.ones_like(state.previous_valid)}
-        if rule.window > 1:
+            new |= {"previous_key": k[:, -1], "previous_valid": k.new_ones(batch, dtype=torch.bool)}
+        if tail:
             x = k[:, begin - 1 : -1] if rule.shifted else k[:, begin:]
-            new |= {"tail_x": x, "tail_v": v[:, begin:]}
-            new |= {"tail_valid": torch.ones_like(state.tail_valid)}
+            new |= {"tail_x": x, "tail_v": v[:, begin:], "tail_valid": k.new_ones(batch, tail, dtype=torch.bool)}
+        if state is None:
+            return FalconState(None, **{name: t if name.endswith("valid") else t.clone() for name, t in new.items()})
         return state._replace(**{name: t.to(getattr(state, name).dtype, copy=True) for name, t in new.items()})
+    if state is None:
+        state = _fresh(k, v, rule, cu_seqlens)
     if cu_seqlens is not None:
         start, lengths = cu_seqlens[:-1], cu_seqlens.diff()
     else:

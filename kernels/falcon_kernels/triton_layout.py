@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 NAMESPACE = "falcon_kernels"  # of the custom ops; a copy of this package beside it needs another
 NUMBERS = ["length", "longest", "heads", "tokens", "parts", "part_chunks"]  # no recompilation when these change
@@ -24,26 +25,35 @@ class Layout(NamedTuple):
     length: int  # T
     chunks: int  # all of them
     longest: int  # chunks that one sequence can have
-    bounds: Tensor  # [S + 1] int64 with packing, else empty
-    first: Tensor  # [S + 1] int64 first chunk of each sequence with packing, else empty
-    owner: Tensor  # [chunks] int64 sequence of each chunk with packing, else empty
     packed: bool
 
     @classmethod
-    def of(cls, tokens: Tensor, cu_seqlens: Tensor, chunk: int) -> Self:
-        """The layout of tensors [B, T, ...]; `cu_seqlens` is empty without packing."""
-        batch, length = tokens.shape[:2]
+    def of(cls, batch: int, length: int, documents: int, chunk: int) -> Self:
+        """The layout of tensors [B, T, ...]; `documents` is 0 without packing."""
         longest = -(-length // chunk)
-        if cu_seqlens.numel() == 0:
-            nothing = torch.empty(0, dtype=torch.int64, device=tokens.device)
-            return cls(chunk, batch, length, batch * longest, longest, nothing, nothing, nothing, False)
-        bounds = cu_seqlens.to(tokens.device, torch.int64)
-        first = torch.nn.functional.pad(((bounds.diff() + chunk - 1) // chunk).cumsum(0), (1, 0))
-        sequences = cu_seqlens.shape[0] - 1
-        chunks = length // chunk + sequences
-        number = torch.arange(chunks, device=tokens.device)
-        owner = (torch.searchsorted(first, number, right=True) - 1).clamp_max(sequences - 1)
-        return cls(chunk, sequences, length, chunks, longest, bounds, first, owner, True)
+        if documents:
+            return cls(chunk, documents, length, length // chunk + documents, longest, True)
+        return cls(chunk, batch, length, batch * longest, longest, False)
+
+    def tables(self, cu_seqlens: Tensor | None) -> "Tables":
+        if cu_seqlens is None:
+            return NO_TABLES
+        bounds = cu_seqlens.to(torch.int64)
+        first = pad(((bounds.diff() + self.chunk - 1) // self.chunk).cumsum(0), (1, 0))
+        number = torch.arange(self.chunks, device=bounds.device)
+        owner = (torch.searchsorted(first, number, right=True) - 1).clamp_max(self.sequences - 1)
+        return Tables(bounds, first, owner)
+
+
+class Tables(NamedTuple):
+    """Where packed documents lie, int64; all None without packing."""
+
+    bounds: Tensor | None = None  # [S + 1]
+    first: Tensor | None = None  # [S + 1] first chunk of each sequence
+    owner: Tensor | None = None  # [chunks] sequence of each chunk
+
+
+NO_TABLES = Tables()
 
 
 @triton.jit
@@ -72,21 +82,35 @@ def chunk_of(number, bounds, first, owner, length, longest, CHUNK: tl.constexpr,
 
 
 @triton.jit
-def x_rows(k, previous, tail, sequence, low, place, head, heads, K: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr):
+def x_rows(
+    k, previous, tail, sequence, low, place, head, heads,
+    K: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+):  # fmt: skip
     """Pointers [R] to the rows of write features of the pairs `place` [R]; the keys themselves are shifted by SHIFT."""
     rows = k + ((low + place - SHIFT) * heads + head) * K
-    if SHIFT:
+    if SHIFT and CARRIED:
         rows = tl.where(place == 0, previous + (sequence * heads + head) * K, rows)
-    if W > 1:
+    if W > 1 and CARRIED:
         rows = tl.where(place < 0, tail + ((sequence * (W - 1) + W - 1 + place) * heads + head) * K, rows)
     return rows
 
 
 @triton.jit
-def v_rows(v, tail, sequence, low, place, head, heads, V: tl.constexpr, W: tl.constexpr):
+def exists(place, there, SHIFT: tl.constexpr, CARRIED: tl.constexpr):
+    """Which of the pairs `place` [R] that are `there` may be read: without a carried state none before the first."""
+    if CARRIED:
+        return there
+    else:
+        return there & (place >= SHIFT)
+
+
+@triton.jit
+def v_rows(
+    v, tail, sequence, low, place, head, heads, V: tl.constexpr, W: tl.constexpr, CARRIED: tl.constexpr
+):  # fmt: skip
     """Pointers [R] to the rows of values of the pairs `place` [R]."""
     rows = v + ((low + place) * heads + head) * V
-    if W > 1:
+    if W > 1 and CARRIED:
         rows = tl.where(place < 0, tail + ((sequence * (W - 1) + W - 1 + place) * heads + head) * V, rows)
     return rows
 

@@ -128,12 +128,24 @@ def _slots_of(sequence, bounds, length, PACKED: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _features(k, previous, start, t, sequence, head, H, K: tl.constexpr, SHIFTED: tl.constexpr):
+def _features(k, previous, start, t, sequence, head, H, K: tl.constexpr, SHIFTED: tl.constexpr, CARRIED: tl.constexpr):
     """Pointers to the write features x_t of tokens t of a sequence: to k_{t-1}, and to the previous key for t = 0."""
-    if SHIFTED:
+    if SHIFTED and CARRIED:
         before = previous + (sequence.to(tl.int64) * H + head) * K
         return tl.where(t == 0, before, k + ((start + tl.maximum(t - 1, 0)) * H + head) * K)
-    return k + ((start + t) * H + head) * K
+    elif SHIFTED:
+        return k + ((start + tl.maximum(t - 1, 0)) * H + head) * K
+    else:
+        return k + ((start + t) * H + head) * K
+
+
+@triton.jit
+def _readable(t, here, SHIFTED: tl.constexpr, CARRIED: tl.constexpr):
+    """Which of the tokens t that are `here` have a write feature: without a carried state not the first."""
+    if SHIFTED and not CARRIED:
+        return here & (t > 0)
+    else:
+        return here
 
 
 @triton.jit
@@ -207,7 +219,8 @@ def _store_block(base, i, row, column, block, C: tl.constexpr):
 def _local(
     k, v, previous, weight, log_decay, bounds, w, u, inverse, length, sequences, H,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SHIFTED: tl.constexpr, PACKED: tl.constexpr, VALUES: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+    SHIFTED: tl.constexpr, CARRIED: tl.constexpr, PACKED: tl.constexpr, VALUES: tl.constexpr, DT: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     """W, and U where VALUES, otherwise A^-1 [slots, H, C, C]; of one chunk of one head, in blocks of 16 tokens."""
     C: tl.constexpr = 64
@@ -221,10 +234,11 @@ def _local(
     t0 = place + i
     t1, t2, t3 = t0 + 16, t0 + 32, t0 + 48
     in0, in1, in2, in3 = t0 < tokens, t1 < tokens, t2 < tokens, t3 < tokens
-    x0 = _features(k, previous, start, t0, sequence, head, H, K, SHIFTED)
-    x1 = _features(k, previous, start, t1, sequence, head, H, K, SHIFTED)
-    x2 = _features(k, previous, start, t2, sequence, head, H, K, SHIFTED)
-    x3 = _features(k, previous, start, t3, sequence, head, H, K, SHIFTED)
+    read0 = _readable(t0, in0, SHIFTED, CARRIED)
+    x0 = _features(k, previous, start, t0, sequence, head, H, K, SHIFTED, CARRIED)
+    x1 = _features(k, previous, start, t1, sequence, head, H, K, SHIFTED, CARRIED)
+    x2 = _features(k, previous, start, t2, sequence, head, H, K, SHIFTED, CARRIED)
+    x3 = _features(k, previous, start, t3, sequence, head, H, K, SHIFTED, CARRIED)
     s0 = (start + t0) * H + head
     s1, s2, s3 = s0 + 16 * H, s0 + 32 * H, s0 + 48 * H
 
@@ -232,7 +246,7 @@ def _local(
     g10, g11, g20, g21, g22, g30, g31, g32, g33 = g00, g00, g00, g00, g00, g00, g00, g00, g00
     for first in range(0, K, BK):
         columns = first + tl.arange(0, BK)
-        a0, a1 = _tile(x0, columns, in0, K, DT), _tile(x1, columns, in1, K, DT)
+        a0, a1 = _tile(x0, columns, read0, K, DT), _tile(x1, columns, in1, K, DT)
         a2, a3 = _tile(x2, columns, in2, K, DT), _tile(x3, columns, in3, K, DT)
         g00, g11 = _gram(a0, a0, g00), _gram(a1, a1, g11)
         g22, g33 = _gram(a2, a2, g22), _gram(a3, a3, g33)
@@ -282,7 +296,7 @@ def _local(
     h3 = e3 * tl.exp(pc3 + pf3)
     for first in range(0, K, BK):
         columns = first + tl.arange(0, BK)
-        r0 = h0[:, None] * _tile(x0, columns, in0, K, tl.float32)
+        r0 = h0[:, None] * _tile(x0, columns, read0, K, tl.float32)
         y = tl.dot(a00, r0, input_precision=PREC)
         _store(w + s0 * K, columns, in0, K, y)
         r1 = h1[:, None] * _tile(x1, columns, in1, K, tl.float32)
@@ -350,8 +364,8 @@ def _local(
 def _carry(
     q, k, previous, log_decay, memory, bounds, w, u, output, final, states, z, length, H,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
-    SHIFTED: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr, READ: tl.constexpr, KEEP: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr,
+    SHIFTED: tl.constexpr, CARRIED: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr, READ: tl.constexpr,
+    KEEP: tl.constexpr, FINAL: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """The memory of one sequence and head, a tile of its value channels, in registers over all chunks.
 
@@ -366,8 +380,8 @@ def _carry(
     columns = tl.program_id(1) * BV + tl.arange(0, BV)
     i = tl.arange(0, C)
 
-    own = memory + program.to(tl.int64) * K * V + kk * V
-    s = _tile(own, columns, kk < K, V, tl.float32)
+    own = program.to(tl.int64) * K * V + kk * V
+    s = _tile(memory + own, columns, kk < K, V, tl.float32) if CARRIED else tl.zeros([KP, BV], tl.float32)
     for first in range(0, tokens, C):
         if KEEP:
             _store(states + (slot.to(tl.int64) * H + head) * K * V + kk * V, columns, kk < K, V, s)
@@ -379,7 +393,8 @@ def _carry(
         end_c, end_f = tl.sum(coarse), tl.sum(fine)
         narrow = s.to(DT)
         s *= tl.exp(end_c + end_f)
-        x = _tile(_features(k, previous, start, t, sequence, head, H, K, SHIFTED), kk, here, K, DT)
+        features = _features(k, previous, start, t, sequence, head, H, K, SHIFTED, CARRIED)
+        x = _tile(features, kk, _readable(t, here, SHIFTED, CARRIED), K, DT)
         residual = _tile(u + row * V, columns, here, V, tl.float32)
         residual -= tl.dot(_tile(w + row * K, kk, here, K, DT), narrow, input_precision=PREC)
         if READ:
@@ -396,7 +411,8 @@ def _carry(
         residual *= tl.exp((end_c - uc) + (end_f - uf))[:, None]
         s = tl.dot(tl.trans(x), residual.to(DT), s, input_precision=PREC)
         slot += 1
-    _store(final + program.to(tl.int64) * K * V + kk * V, columns, kk < K, V, s)
+    if FINAL:
+        _store(final + own, columns, kk < K, V, s)
     if PACKED and KEEP:  # slots that no chunk of this sequence takes
         while slot < next_slot:
             _store(states + (slot.to(tl.int64) * H + head) * K * V + kk * V, columns, kk < K, V, s * 0.0)
@@ -406,8 +422,8 @@ def _carry(
 @triton.jit(do_not_specialize=["length", "sequences"])
 def _read(
     q, k, previous, log_decay, bounds, states, z, output, length, sequences, H,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SHIFTED: tl.constexpr, BEFORE: tl.constexpr,
-    PACKED: tl.constexpr, ADJOINT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SHIFTED: tl.constexpr, CARRIED: tl.constexpr,
+    BEFORE: tl.constexpr, PACKED: tl.constexpr, ADJOINT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """O = Diag(exp(u)) Q S + P Z of one chunk, head and tile of value channels; P' z where ADJOINT, with z = dO."""
     C: tl.constexpr = 64
@@ -421,7 +437,7 @@ def _read(
     t = place + i
     here = t < tokens
     row = (start + t) * H + head
-    features = _features(k, previous, start, t, sequence, head, H, K, SHIFTED)
+    features = _features(k, previous, start, t, sequence, head, H, K, SHIFTED, CARRIED)
     coarse, fine = _parts(tl.load(log_decay + row, mask=here, other=0.0))
     uc, uf = tl.cumsum(coarse, 0), tl.cumsum(fine, 0)
     rc, rf = uc - coarse * BEFORE, uf - fine * BEFORE
@@ -430,7 +446,7 @@ def _read(
     out = tl.zeros([C, BV], tl.float32)
     for first in range(0, K, BK):
         kk = first + tl.arange(0, BK)
-        x = _tile(features, kk, here, K, DT)
+        x = _tile(features, kk, _readable(t, here, SHIFTED, CARRIED), K, DT)
         queries = _tile(q + row * K, kk, here, K, DT)
         if ADJOINT:
             scores = tl.dot(x, tl.trans(queries), scores, input_precision=PREC)
@@ -456,8 +472,8 @@ def _read(
 def _reverse(
     q, k, previous, log_decay, bounds, w, grad_output, grad_final, grad_z, grad_states, grad_memory, length, H,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
-    SHIFTED: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr, READ: tl.constexpr, FINAL: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr,
+    SHIFTED: tl.constexpr, CARRIED: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr, READ: tl.constexpr,
+    FINAL: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """The memory's cotangent of one sequence and head, a tile of value channels, backwards over the chunks.
 
@@ -488,7 +504,8 @@ def _reverse(
         narrow = ds.to(DT)
         ds *= tl.exp(end_c + end_f)
         rc, rf = uc - coarse * BEFORE, uf - fine * BEFORE
-        x = _tile(_features(k, previous, start, t, sequence, head, H, K, SHIFTED), kk, here, K, DT)
+        features = _features(k, previous, start, t, sequence, head, H, K, SHIFTED, CARRIED)
+        x = _tile(features, kk, _readable(t, here, SHIFTED, CARRIED), K, DT)
         queries = _tile(q + row * K, kk, here, K, DT)
         given = _tile(grad_output + row * V, columns, here, V, DT)
         dz = tl.dot(x, narrow, input_precision=PREC) * tl.exp((end_c - uc) + (end_f - uf))[:, None]
@@ -503,7 +520,8 @@ def _reverse(
         decayed = given.to(tl.float32) * tl.exp(rc + rf)[:, None]
         ds = tl.dot(tl.trans(queries), decayed.to(DT), ds, input_precision=PREC)
         ds = tl.dot(tl.trans(_tile(w + row * K, kk, here, K, DT)), (-dz).to(DT), ds, input_precision=PREC)
-    _store(grad_memory + own, columns, kk < K, V, ds)
+    if CARRIED:
+        _store(grad_memory + own, columns, kk < K, V, ds)
 
 
 @triton.jit(do_not_specialize=["length", "sequences"])
@@ -559,8 +577,8 @@ def _solve(
 def _gradients(
     q, k, previous, weight, log_decay, bounds, states, z, y, grad_output, grad_states, products,
     grad_q, grad_k, grad_previous, grad_weight, grad_log_decay, length, sequences, H, size,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SHIFTED: tl.constexpr, BEFORE: tl.constexpr,
-    PACKED: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SHIFTED: tl.constexpr, CARRIED: tl.constexpr,
+    BEFORE: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk, head and tile of key channels: dQ, dX where its key lies, d eta and d log gamma.
 
@@ -601,7 +619,8 @@ def _gradients(
 
     both = products + program.to(tl.int64) * 2 * C * C
     square, across = i[:, None] * C + i[None, :], i[None, :] * C + i[:, None]
-    x = _tile(_features(k, previous, start, t, sequence, head, H, K, SHIFTED), kk, here, K, DT)
+    readable = _readable(t, here, SHIFTED, CARRIED)
+    x = _tile(_features(k, previous, start, t, sequence, head, H, K, SHIFTED, CARRIED), kk, readable, K, DT)
     queries = _tile(q + row * K, kk, here, K, DT)
     wide_x = x.to(tl.float32)
 
@@ -621,9 +640,8 @@ def _gradients(
     if SHIFTED:
         last = t == tokens - 1  # this token's key is a write feature of the next call, through the state
         _store(grad_k + row * K, kk, last, K, tl.zeros([C, BK], tl.float32))
-        before = grad_previous + (sequence.to(tl.int64) * H + head) * K
-        keys = tl.where(t == 0, before, grad_k + ((start + tl.maximum(t - 1, 0)) * H + head) * K)
-        _store(keys, kk, here, K, dx)
+        keys = _features(grad_k, grad_previous, start, t, sequence, head, H, K, SHIFTED, CARRIED)
+        _store(keys, kk, readable, K, dx)
     else:
         _store(grad_k + row * K, kk, here, K, dx)
 
@@ -709,28 +727,44 @@ def _forward(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     output, final, *kept = _outputs(q, k, v, weight, log_decay, memory, previous, bounds, shifted, before, keep)
-    plan = _Plan(q, v, bounds, memory.shape[0], shifted, before)
     if q.shape[1] == 0:
         return output, final.copy_(memory), *kept
-    states, z = kept
-    w, u = torch.empty_like(q, dtype=plan.wide), z if keep else torch.empty_like(v, dtype=plan.wide)
-    if not keep and not plan.reads:
-        states, z = q.new_empty(plan.states, dtype=plan.wide), u
-    plan.local(k, v, previous, weight, log_decay, w, u, w, values=True)
-    plan.over_chunks(
-        _carry,
-        (q, k, previous, log_decay, memory, plan.bounds, w, u, output, final, states, z),
-        KEEP=keep or not plan.reads,
-    )
+    plan = _plan_of(q, v, bounds, shifted, before)
+    found = forward(plan, q, k, v, weight, log_decay, memory, previous, bounds, output, final, keep)
+    return output, final, *(found if keep else kept)
+
+
+def forward(
+    plan: "Plan",
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    log_decay: Tensor,
+    memory: Tensor | None,
+    previous: Tensor | None,
+    bounds: Tensor | None,
+    output: Tensor,
+    final: Tensor | None,
+    keep: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Fills `output` and, where it is given, `final`; returns chunk states and residuals where `keep`, else None."""
+    w = torch.empty(q.shape, dtype=plan.wide, device=q.device)
+    z = torch.empty(v.shape, dtype=plan.wide, device=q.device)  # U, then the residuals
+    stored = keep or not plan.reads
+    states = torch.empty(plan.states, dtype=plan.wide, device=q.device) if stored else None
+    plan.local(k, v, previous, weight, log_decay, bounds, w, z, None, values=True)
+    tensors = (q, k, previous, log_decay, memory, bounds, w, z, output, final, states, z)
+    plan.over_chunks(_carry, tensors, KEEP=stored, FINAL=final is not None)
     if not plan.reads:
-        plan.read(q, k, previous, log_decay, states, z, output, adjoint=False)
-    return output, final, *kept
+        plan.read(q, k, previous, log_decay, bounds, states, z, output, adjoint=False)
+    return (states, z) if keep else (None, None)
 
 
 def _outputs(q, k, v, weight, log_decay, memory, previous, bounds, shifted, before, keep):
     """Empty outputs of the forward operator: also what it returns where only shapes are wanted."""
     wide = _operand_dtype(q.dtype)
-    shape = _states_shape(q, v, bounds) if keep else (0,)
+    shape = states_shape(q, v, bounds) if keep else (0,)
     return (
         torch.empty_like(v),
         torch.empty_like(memory),
@@ -754,51 +788,69 @@ def _backward(
     shifted: bool,
     before: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, d_weight, d_log_decay, d_memory, d_previous = _gradient_outputs(
+    into = _gradient_outputs(
         q, k, v, weight, log_decay, previous, bounds, states, residuals, grad_output, grad_final, shifted, before
     )
-    plan = _Plan(q, v, bounds, d_memory.shape[0], shifted, before)
+    given = grad_final if grad_final.numel() else None
     if q.shape[1] == 0:
-        d_memory.copy_(grad_final) if grad_final.numel() else d_memory.zero_()
-        return dq, dk, dv, d_weight, d_log_decay, d_memory, d_previous.zero_()
-    if plan.packed:
+        into[5].zero_() if given is None else into[5].copy_(given)
+        into[6].zero_()
+        return into
+    plan = _plan_of(q, v, bounds, shifted, before)
+    kept = (states, residuals, grad_output, given)
+    backward(plan, q, k, v, weight, log_decay, previous, bounds, *kept, into)
+    return into
+
+
+def backward(
+    plan: "Plan",
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    log_decay: Tensor,
+    previous: Tensor | None,
+    bounds: Tensor | None,
+    states: Tensor,
+    residuals: Tensor,
+    grad_output: Tensor,
+    grad_final: Tensor | None,
+    into: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+) -> None:
+    """Fills the gradients of q, k, v, weight, log decay, and of memory and previous keys where those are given."""
+    dq, dk, dv, d_weight, d_log_decay, d_memory, d_previous = into
+    if plan.packed and d_previous is not None:
         d_previous.zero_()  # of documents without tokens
-    w = torch.empty_like(q, dtype=plan.wide)
+    w = torch.empty(q.shape, dtype=plan.wide, device=q.device)
     square = (plan.slots, plan.heads, CHUNK, CHUNK)
     inverse = torch.empty(square, dtype=torch.float32, device=q.device)
-    plan.local(k, v, previous, weight, log_decay, w, w, inverse, values=False)
-    grad_z = torch.empty_like(v, dtype=torch.float32)
+    plan.local(k, v, previous, weight, log_decay, bounds, w, None, inverse, values=False)
+    grad_z = torch.empty(v.shape, dtype=torch.float32, device=q.device)
     grad_states = torch.empty_like(states)
     if not plan.reads:
-        plan.read(q, k, previous, log_decay, states, grad_output, grad_z, adjoint=True)
+        plan.read(q, k, previous, log_decay, bounds, states, grad_output, grad_z, adjoint=True)
     plan.over_chunks(
         _reverse,
-        (q, k, previous, log_decay, plan.bounds, w, grad_output, grad_final, grad_z, grad_states, d_memory),
-        FINAL=grad_final.numel() > 0,
+        (q, k, previous, log_decay, bounds, w, grad_output, grad_final, grad_z, grad_states, d_memory),
+        FINAL=grad_final is not None,
     )
     del w
-    tiles = triton.cdiv(plan.K, plan.key_tile)
-    parts = [d_weight[None], d_log_decay[None]]
-    if tiles > 1:
-        parts = [torch.empty((tiles, *weight.shape), dtype=torch.float32, device=q.device) for _ in parts]
+    parts = [d_weight, d_log_decay]
+    if plan.key_tiles > 1:
+        parts = [torch.empty((plan.key_tiles, *weight.shape), dtype=torch.float32, device=q.device) for _ in parts]
     products = torch.empty((plan.slots, plan.heads, 2, CHUNK, CHUNK), dtype=plan.wide, device=q.device)
-    shape: dict = {"V": plan.V, "BV": plan.value_tile, "PACKED": plan.packed, "BEFORE": int(before)}
-    shape |= {"DT": plan.operand, "PREC": plan.precision}
-    grid = (plan.slots * plan.heads,)
-    sizes = (q.shape[1], plan.sequences, plan.heads)
-    _solve[grid](
-        v, weight, log_decay, plan.bounds, inverse, residuals, grad_output, grad_z, dv, parts[0], products, *sizes,
-        **shape, num_warps=4, num_stages=2,
+    _solve[plan.chunk_grid](
+        v, weight, log_decay, bounds, inverse, residuals, grad_output, grad_z, dv, parts[0], products, *plan.sizes,
+        **plan.solve_options,
     )  # fmt: skip
     del inverse
-    _gradients[(*grid, tiles)](
-        q, k, previous, weight, log_decay, plan.bounds, states, residuals, grad_z, grad_output, grad_states, products,
-        dq, dk, d_previous, *parts, *sizes, weight.numel(),
-        K=plan.K, BK=plan.key_tile, SHIFTED=shifted, **shape, num_warps=4, num_stages=2,
+    _gradients[plan.gradients_grid](
+        q, k, previous, weight, log_decay, bounds, states, residuals, grad_z, grad_output, grad_states, products,
+        dq, dk, d_previous, *parts, *plan.sizes, plan.numbers, **plan.gradients_options,
     )  # fmt: skip
-    if tiles > 1:
-        d_weight, d_log_decay = (part.sum(0) for part in parts)
-    return dq, dk, dv, d_weight, d_log_decay, d_memory, d_previous
+    if plan.key_tiles > 1:
+        for part, total in zip(parts, (d_weight, d_log_decay), strict=True):
+            torch.sum(part, 0, out=total)
 
 
 def _gradient_outputs(
@@ -845,60 +897,76 @@ torch.library.register_autograd("falcon_kernels::regression", _differentiate, se
 # Launches
 
 
-class _Plan:
-    """Sizes and options that the launches of one call share."""
+class Plan:
+    """All of the launches of a call that follows from shapes and options."""
 
-    def __init__(self, q: Tensor, v: Tensor, bounds: Tensor, sequences: int, shifted: bool, before: bool):
-        _, self.length, self.heads, self.K = q.shape
-        self.V = v.shape[-1]
-        self.sequences, self.packed = sequences, bounds.shape[0] > 0
-        self.bounds = bounds
-        self.states = _states_shape(q, v, bounds)
-        self.slots = self.states[0]
-        self.wide = _operand_dtype(q.dtype)
-        self.operand = tl.bfloat16 if self.wide == torch.bfloat16 else tl.float32
-        # float16 inputs are multiplied as tf32: as precise, without the overflow of what comes from the memory
-        self.precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
+    def __init__(
+        self, shape: torch.Size, value_dim: int, dtype: torch.dtype, device: torch.device, documents: int,
+        shifted: bool, before: bool, carried: bool,
+    ):  # fmt: skip
+        batch, length, self.heads, key_dim = shape
+        sequences, self.packed = documents or batch, documents > 0
+        self.slots = length // CHUNK + documents if self.packed else batch * -(-length // CHUNK)
+        self.states = (self.slots, self.heads, key_dim, value_dim)
+        self.wide = _operand_dtype(dtype)
         most = 64 if self.wide == torch.bfloat16 else 32
-        self.key_tile, self.value_tile = _divisor_tile(self.K, most), _divisor_tile(self.V, most)
-        self.padded = max(16, triton.next_power_of_2(self.K))
-        self.launch = _table(q.device)[self.wide.itemsize, self.padded]
-        rows, width = sequences * self.heads, max(16, triton.next_power_of_2(self.V))
-        self.tile = min(self.launch.tile, width)
-        self.reads = self.launch.reads and rows * triton.cdiv(self.V, self.tile) >= FULL_CARD
-        while not self.reads and self.tile > 16 and rows * triton.cdiv(self.V, self.tile) < FULL_CARD // 2:
-            self.tile //= 2  # more programs, each with less to wait for
-        self.tiles = triton.cdiv(self.V, self.tile)
-        self.shifted, self.before = shifted, int(before)
+        key_tile, value_tile = _divisor_tile(key_dim, most), _divisor_tile(value_dim, most)
+        padded = max(16, triton.next_power_of_2(key_dim))
+        launch = _table(device)[self.wide.itemsize, padded]
+        rows, width = sequences * self.heads, max(16, triton.next_power_of_2(value_dim))
+        tile = min(launch.tile, width)
+        self.reads = launch.reads and rows * -(-value_dim // tile) >= FULL_CARD
+        while not self.reads and tile > 16 and rows * -(-value_dim // tile) < FULL_CARD // 2:
+            tile //= 2  # more programs, each with less to wait for
+        self.key_tiles = -(-key_dim // key_tile)
+        self.sizes = (length, sequences, self.heads)
+        self.numbers = batch * length * self.heads
 
-    def local(self, k, v, previous, weight, log_decay, w, u, inverse, values: bool) -> None:
+        self.chunk_grid = (self.slots * self.heads,)
+        self.sequence_grid = (rows, -(-value_dim // tile))
+        self.read_grid = (*self.chunk_grid, -(-value_dim // value_tile))
+        self.gradients_grid = (*self.chunk_grid, self.key_tiles)
+        shared = {
+            "PACKED": self.packed,
+            "DT": tl.bfloat16 if self.wide == torch.bfloat16 else tl.float32,
+            # float16 inputs are multiplied as tf32: as precise, without the overflow of what comes from the memory
+            "PREC": "tf32x3" if dtype == torch.float32 else "tf32",
+        }
+        features = {"SHIFTED": shifted, "CARRIED": carried, "K": key_dim}
+        channels = {"V": value_dim, "BEFORE": int(before)} | shared
+        four = {"num_warps": 4, "num_stages": 2}
         most = 32 if self.wide == torch.bfloat16 else 16  # channels at a time: one warp holds all blocks of them
-        _local[(self.slots * self.heads,)](
-            k, v, previous, weight, log_decay, self.bounds, w, u, inverse, self.length, self.sequences, self.heads,
-            K=self.K, V=self.V, BK=min(self.key_tile, most), BV=min(self.value_tile, most),
-            SHIFTED=self.shifted, PACKED=self.packed, VALUES=values, DT=self.operand, PREC=self.precision,
-            num_warps=1, num_stages=1,
-        )  # fmt: skip
+        self.local_options = features | shared | {"V": value_dim, "num_warps": 1, "num_stages": 1}
+        self.local_options |= {"BK": min(key_tile, most), "BV": min(value_tile, most)}
+        self.sequence_options = features | channels | {"KP": padded, "BV": tile, "READ": self.reads}
+        self.sequence_options |= {"num_warps": launch.warps, "num_stages": launch.stages}
+        self.read_options = features | channels | {"BK": key_tile, "BV": value_tile} | four
+        self.solve_options = channels | {"BV": value_tile} | four
+        self.gradients_options = self.read_options
+
+    def local(self, k, v, previous, weight, log_decay, bounds, w, u, inverse, values: bool) -> None:
+        _local[self.chunk_grid](
+            k, v, previous, weight, log_decay, bounds, w, u, inverse, *self.sizes, VALUES=values, **self.local_options
+        )
 
     def over_chunks(self, kernel, tensors, **options) -> None:
-        kernel[(self.sequences * self.heads, self.tiles)](
-            *tensors, self.length, self.heads,
-            K=self.K, V=self.V, KP=self.padded, BV=self.tile, SHIFTED=self.shifted,
-            BEFORE=self.before, PACKED=self.packed, READ=self.reads, DT=self.operand, PREC=self.precision, **options,
-            num_warps=self.launch.warps, num_stages=self.launch.stages,
-        )  # fmt: skip
+        length, _, heads = self.sizes
+        kernel[self.sequence_grid](*tensors, length, heads, **options, **self.sequence_options)
 
-    def read(self, q, k, previous, log_decay, states, z, output, adjoint: bool) -> None:
-        _read[(self.slots * self.heads, triton.cdiv(self.V, self.value_tile))](
-            q, k, previous, log_decay, self.bounds, states, z, output, self.length, self.sequences, self.heads,
-            K=self.K, V=self.V, BK=self.key_tile, BV=self.value_tile, SHIFTED=self.shifted, BEFORE=self.before,
-            PACKED=self.packed, ADJOINT=adjoint, DT=self.operand, PREC=self.precision, num_warps=4, num_stages=2,
-        )  # fmt: skip
+    def read(self, q, k, previous, log_decay, bounds, states, z, output, adjoint: bool) -> None:
+        _read[self.read_grid](
+            q, k, previous, log_decay, bounds, states, z, output, *self.sizes, ADJOINT=adjoint, **self.read_options
+        )
 
 
-def _states_shape(q: Tensor, v: Tensor, bounds: Tensor) -> tuple[int, ...]:
+def _plan_of(q: Tensor, v: Tensor, bounds: Tensor, shifted: bool, before: bool) -> Plan:
+    return Plan(q.shape, v.shape[-1], q.dtype, q.device, max(0, bounds.shape[0] - 1), shifted, before, True)
+
+
+def states_shape(q: Tensor, v: Tensor, bounds: Tensor | None) -> tuple[int, ...]:
     rows, length, heads, key_dim = q.shape
-    slots = rows * ((length + CHUNK - 1) // CHUNK) if bounds.shape[0] == 0 else length // CHUNK + bounds.shape[0] - 1
+    packed = bounds is not None and bounds.shape[0] > 0
+    slots = length // CHUNK + bounds.shape[0] - 1 if packed else rows * ((length + CHUNK - 1) // CHUNK)
     return slots, heads, key_dim, v.shape[-1]
 
 

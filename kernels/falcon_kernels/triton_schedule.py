@@ -1,41 +1,59 @@
 """The schedule in one launch: from keys, gains and ridges to weights eta / W_t and log decays, and back.
 
-A program takes a block of tokens of one head, reads their keys shifted in place, and ends with three numbers a token:
+A program takes a chunk of tokens of one head, reads their keys shifted in place, and ends with three numbers a token:
 weight, log decay, and the energy E, kept for the backward. All of it in float32, E from the rounded keys that the
-products use too. Floor a token and head: K keys read, 8 bytes in and 12 out; backward K read and K written.
+products use too. The numbers lie as the core that follows reads them: [B, T, H] with the decay of each token, or, where
+RUNNING, [H, B T] with the decay since the chunk's start. Their gradients come back in the same places, that of a log
+decay always for the token alone.
+
+Floor a token and head: K keys read, 8 bytes in and 12 out; backward K read, and K read and written, as the backward
+adds to the gradients of keys that the core has left.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_layout import NAMESPACE, NUMBERS, Layout, chunk_of, load_rows, store_rows, x_rows
-
-BLOCK = 64  # rows of keys that a program reads; its tokens are W - 1 fewer
+from .triton_layout import NUMBERS, Layout, Tables, chunk_of, exists, load_rows, store_rows, x_rows
 
 RIDGE = {"none": 0, "direct": 1, "scale_coupled": 2}
 
 
 @triton.jit
-def _there(place, count, previous_valid, tail_valid, sequence, W: tl.constexpr, SHIFT: tl.constexpr):
+def _there(
+    place, count, previous_valid, tail_valid, sequence, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr
+):
     """Whether the pairs `place` [R] exist."""
-    there = (place >= 0) & (place < count)
-    if SHIFT:
+    there = exists(place, (place >= 0) & (place < count), SHIFT, CARRIED)
+    if SHIFT and CARRIED:
         there = there & ((place > 0) | (tl.load(previous_valid + sequence) != 0))
-    if W > 1:
+    if W > 1 and CARRIED:
         old = (place < 0) & (place >= 1 - W)
         there = there | (tl.load(tail_valid + sequence * (W - 1) + W - 1 + place, mask=old, other=0) != 0)
     return there
 
 
 @triton.jit
-def _window_size(place, count, previous_valid, tail_valid, sequence, W: tl.constexpr, SHIFT: tl.constexpr):
+def _window_size(
+    place, count, previous_valid, tail_valid, sequence, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr
+):
     """Pairs in the windows of the tokens `place` [R], at least 1."""
     size = place * 0
     for d in tl.static_range(W):
-        size += _there(place - d, count, previous_valid, tail_valid, sequence, W, SHIFT).to(tl.int32)
+        size += _there(place - d, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED).to(tl.int32)
     return tl.maximum(size, 1).to(tl.float32)
+
+
+@triton.jit
+def _number(low, place, head, heads, tokens, RUNNING: tl.constexpr):
+    """Where the numbers of the tokens `place` [R] lie."""
+    if RUNNING:
+        return head * tokens + low + place
+    else:
+        return (low + place) * heads + head
 
 
 @triton.jit
@@ -81,60 +99,69 @@ def _norms(rows, there, ROWS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
 @triton.jit(do_not_specialize=NUMBERS)
 def _forward(
     k, gain, ridge, previous, previous_valid, tail, tail_valid, lengths, weight, log_decay, energy,
-    bounds, first, owner, length, longest, heads,
-    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr,
-    MASKED: tl.constexpr, PACKED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr,
-    EPSILON: tl.constexpr, FLOOR: tl.constexpr,
+    bounds, first, owner, length, longest, heads, tokens,
+    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr, LOOKBACK: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RUNNING: tl.constexpr, RIDGE: tl.constexpr,
+    DIRECT: tl.constexpr, CAPPED: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     head = program % heads
-    sequence, low, count, start = chunk_of(
-        program // heads, bounds, first, owner, length, longest, ROWS - W + 1, PACKED
-    )
-    rows = tl.arange(0, ROWS)
-    place = start - (W - 1) + rows
-    stored = (rows >= W - 1) & (place < count)
+    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    place = start + tl.arange(0, C)
+    stored = place < count
     if MASKED:
         count = tl.load(lengths + sequence).to(tl.int32)
-    there = _there(place, count, previous_valid, tail_valid, sequence, W, SHIFT)
-    statistic = _norms(x_rows(k, previous, tail, sequence, low, place, head, heads, K, W, SHIFT), there, ROWS, K, BK)
+    there = _there(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    x = x_rows(k, previous, tail, sequence, low, place, head, heads, K, W, SHIFT, CARRIED)
+    statistic = _norms(x, there, C, K, BK)
     if W > 1:
-        apart = rows[:, None] - rows[None, :]
+        apart = place[:, None] - place[None, :]
         statistic = tl.sum(tl.where((apart >= 0) & (apart < W), statistic[None, :], 0.0), 1)
-    size = _window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT)
+        pair = start - LOOKBACK + tl.arange(0, LOOKBACK)
+        before = _there(pair, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED) & (pair > start - W)
+        x = x_rows(k, previous, tail, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED)
+        old = _norms(x, before, LOOKBACK, K, BK)
+        statistic += tl.sum(tl.where(place[:, None] - pair[None, :] < W, old[None, :], 0.0), 1)
+    size = _window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
     statistic = statistic / size
     token = (low + place) * heads + head
     active = there & stored
     beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
-    base = tl.zeros([ROWS], tl.float32)
+    base = tl.zeros([C], tl.float32)
     if RIDGE > 0:
         base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
     eta, used, _, _ = _step_size(beta, base, statistic, active, RIDGE, DIRECT, CAPPED, EPSILON)
-    tl.store(weight + token, eta / size, mask=stored)
-    tl.store(log_decay + token, _log1p_negative(tl.minimum(eta * used, 1.0 - FLOOR)), mask=stored)
-    tl.store(energy + token, statistic, mask=stored)
+    decay = _log1p_negative(tl.minimum(eta * used, 1.0 - FLOOR))
+    if RUNNING:
+        decay = tl.cumsum(decay, 0)
+    number = _number(low, place, head, heads, tokens, RUNNING)
+    tl.store(weight + number, eta / size, mask=stored)
+    tl.store(log_decay + number, decay, mask=stored)
+    tl.store(energy + number, statistic, mask=stored)
 
 
 @triton.jit
 def _token_gradients(
     place, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count, head,
-    heads, W: tl.constexpr, SHIFT: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr,
-    DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
+    heads, tokens, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, RUNNING: tl.constexpr,
+    RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
+    FLOOR: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gain, of ridge, and of the window's sum of squared norms, for the tokens `place` [R]; else 0."""
-    active = (place >= 0) & _there(place, count, previous_valid, tail_valid, sequence, W, SHIFT)
+    active = (place >= 0) & _there(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
     token = (low + place) * heads + head
-    size = _window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT)
+    number = _number(low, place, head, heads, tokens, RUNNING)
+    size = _window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
     beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
     base = beta * 0.0
     if RIDGE > 0:
         base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
-    statistic = tl.load(energy + token, mask=active, other=0.0)
+    statistic = tl.load(energy + number, mask=active, other=0.0)
     eta, used, safe, possible = _step_size(beta, base, statistic, active, RIDGE, DIRECT, CAPPED, EPSILON)
 
-    grad_eta = tl.load(grad_weight + token, mask=active, other=0.0) / size
+    grad_eta = tl.load(grad_weight + number, mask=active, other=0.0) / size
     alpha = eta * used
-    grad_alpha = -tl.load(grad_log_decay + token, mask=active, other=0.0) / (1.0 - tl.minimum(alpha, 1.0 - FLOOR))
+    grad_alpha = -tl.load(grad_log_decay + number, mask=active, other=0.0) / (1.0 - tl.minimum(alpha, 1.0 - FLOOR))
     grad_alpha = tl.where(alpha <= 1.0 - FLOOR, grad_alpha, 0.0)  # none through the clamp
     grad_used = grad_alpha * eta
     grad_eta = tl.where(active & possible, grad_eta + grad_alpha * used, 0.0)
@@ -161,187 +188,151 @@ def _token_gradients(
 @triton.jit
 def _key_gradients(
     pair, there, keys, into, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence,
-    low, count, head, heads, K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr,
-    RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
-    FLOOR: tl.constexpr,
+    low, count, head, heads, tokens, K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr,
+    CARRIED: tl.constexpr, RUNNING: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr,
+    DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """Writes 2 x times the sum of what the windows of a pair, at its own token and after it, ask of their energy."""
+    """Adds 2 x times the sum of what the windows of a pair, at its own token and after it, ask of their energy."""
     scale = tl.zeros([pair.shape[0]], tl.float32)
     for d in tl.static_range(W):
         _, _, of_sum = _token_gradients(
             pair + d, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low,
-            count, head, heads, W, SHIFT, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+            count, head, heads, tokens, W, SHIFT, CARRIED, RUNNING, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
         )  # fmt: skip
         scale += of_sum
     for start in tl.static_range(0, K, BK):
         columns = start + tl.arange(0, BK)
         key = load_rows(keys, there, columns, K).to(tl.float32)
-        store_rows(into, 2.0 * scale[:, None] * key, there, columns, K)
+        own = load_rows(into, there, columns, K).to(tl.float32)
+        store_rows(into, own + 2.0 * scale[:, None] * key, there, columns, K)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _backward(
     k, gain, ridge, previous, previous_valid, tail, tail_valid, lengths, energy, grad_weight, grad_log_decay,
-    grad_k, grad_gain, grad_ridge, grad_previous, grad_tail, bounds, first, owner, length, longest, heads,
-    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, BEFORE: tl.constexpr,
-    MASKED: tl.constexpr, PACKED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr,
-    DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
+    grad_k, grad_gain, grad_ridge, grad_previous, grad_tail, bounds, first, owner, length, longest, heads, tokens,
+    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr, BEFORE: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RUNNING: tl.constexpr, RIDGE: tl.constexpr,
+    DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the tokens of a block; a sequence's first block adds those of the pairs from before the call."""
+    """Gradients of the tokens of a chunk; a sequence's first chunk adds to those of the pairs from before the call."""
     program = tl.program_id(0).to(tl.int64)
     head = program % heads
-    sequence, low, tokens, start = chunk_of(program // heads, bounds, first, owner, length, longest, ROWS, PACKED)
-    count = tokens
+    sequence, low, whole, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    count = whole
     if MASKED:
         count = tl.load(lengths + sequence).to(tl.int32)
-    place = start + tl.arange(0, ROWS)
-    stored = place < tokens
+    place = start + tl.arange(0, C)
+    stored = place < whole
     token = (low + place) * heads + head
     of_gain, of_ridge, _ = _token_gradients(
         place, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count,
-        head, heads, W, SHIFT, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+        head, heads, tokens, W, SHIFT, CARRIED, RUNNING, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
     )  # fmt: skip
     tl.store(grad_gain + token, of_gain, mask=stored)
     if RIDGE > 0:
         tl.store(grad_ridge + token, of_ridge, mask=stored)
     _key_gradients(
         place + SHIFT, stored, k + token * K, grad_k + token * K, gain, ridge, energy, grad_weight, grad_log_decay,
-        previous_valid, tail_valid, sequence, low, count, head, heads, K, BK, W, SHIFT, RIDGE, DIRECT, CAPPED, DETACH,
-        EPSILON, FLOOR,
+        previous_valid, tail_valid, sequence, low, count, head, heads, tokens, K, BK, W, SHIFT, CARRIED, RUNNING,
+        RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
     )  # fmt: skip
-    if W - 1 + SHIFT > 0:
+    if CARRIED and W - 1 + SHIFT > 0:
         row = tl.arange(0, BEFORE)
         pair = row - (W - 1)
-        there = (row < W - 1 + SHIFT) & (start == 0) & (tokens > 0)
+        there = (row < W - 1 + SHIFT) & (start == 0) & (whole > 0)
         _key_gradients(
-            pair, there, x_rows(k, previous, tail, sequence, low, pair, head, heads, K, W, SHIFT),
-            x_rows(grad_k, grad_previous, grad_tail, sequence, low, pair, head, heads, K, W, SHIFT),
+            pair, there, x_rows(k, previous, tail, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED),
+            x_rows(grad_k, grad_previous, grad_tail, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED),
             gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count, head,
-            heads, K, BK, W, SHIFT, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+            heads, tokens, K, BK, W, SHIFT, CARRIED, RUNNING, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
         )  # fmt: skip
 
 
-def _options(k: Tensor, ridge_mode: int, direct: bool, capped: bool, epsilon: float, decay_floor: float) -> dict:
-    width = k.shape[-1]
-    return {
-        "K": width,
-        "BK": min(triton.next_power_of_2(width), 128),
-        "RIDGE": ridge_mode,
-        "DIRECT": direct,
-        "CAPPED": capped,
-        "EPSILON": epsilon,
-        "FLOOR": decay_floor,
-        "num_warps": 4,
-    }
+class Options(NamedTuple):
+    """What a rule asks of its schedule; the names are those of `Rule`."""
+
+    window: int
+    shifted: bool
+    ridge: int  # a value of `RIDGE`
+    direct: bool  # gain is the step size
+    capped: bool  # by 2 / denominator
+    detach_energy: bool
+    epsilon: float
+    decay_floor: float
 
 
-def _grid(layout: Layout, k: Tensor) -> tuple[tuple[int], tuple]:
-    return (layout.chunks * k.shape[2],), (
-        layout.bounds, layout.first, layout.owner, layout.length, layout.longest, k.shape[2]
-    )  # fmt: skip
+class Before(NamedTuple):
+    """Pairs from before the call; all None in a call that carries no state, and each where a rule has none."""
+
+    previous_key: Tensor | None = None  # [S, H, K]
+    previous_valid: Tensor | None = None  # [S] bool
+    tail_x: Tensor | None = None  # [S, W - 1, H, K]
+    tail_v: Tensor | None = None  # [S, W - 1, H, V]
+    tail_valid: Tensor | None = None  # [S, W - 1] bool
 
 
-@torch.library.custom_op(f"{NAMESPACE}::schedule", mutates_args=())
-def schedule(
-    k: Tensor,
-    gain: Tensor,
-    ridge: Tensor,
-    previous_key: Tensor,
-    previous_valid: Tensor,
-    tail_x: Tensor,
-    tail_valid: Tensor,
-    lengths: Tensor,
-    cu_seqlens: Tensor,
-    window: int,
-    shifted: bool,
-    ridge_mode: int,
-    direct: bool,
-    capped: bool,
-    detach: bool,
-    epsilon: float,
-    decay_floor: float,
+class Plan:
+    """All of a launch that follows from shapes and options; `running` as in the first lines of this file."""
+
+    def __init__(self, layout: Layout, heads: int, key_dim: int, options: Options, masked: bool, carried: bool,
+                 running: bool):  # fmt: skip
+        self.grid = (layout.chunks * heads,)
+        batch_tokens = layout.length * (1 if layout.packed else layout.sequences)
+        self.numbers = (layout.length, layout.longest, heads, batch_tokens)
+        self.shape = (heads, batch_tokens) if running else None
+        before = options.window - 1
+        shared = {
+            "K": key_dim, "BK": min(triton.next_power_of_2(key_dim), 128), "W": options.window,
+            "SHIFT": int(options.shifted), "C": layout.chunk, "MASKED": masked, "PACKED": layout.packed,
+            "CARRIED": carried, "RUNNING": running, "RIDGE": options.ridge, "DIRECT": options.direct,
+            "CAPPED": options.capped, "EPSILON": options.epsilon, "FLOOR": options.decay_floor, "num_warps": 4,
+        }  # fmt: skip
+        self.forward = shared | {"LOOKBACK": triton.next_power_of_2(max(before, 1))}
+        self.backward = shared | {
+            "BEFORE": triton.next_power_of_2(max(before + options.shifted, 1)),
+            "DETACH": options.detach_energy,
+        }
+
+
+def forward(
+    plan: Plan, tables: Tables, k: Tensor, gain: Tensor, ridge: Tensor | None, before: Before, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """weight, log decay and energy, float32 [B, T, H].
+    """weight, log decay and energy, float32 [B, T, H] or, where running, [H, B T].
 
     Args:
         k: [B, T, H, K]; gain: [B, T, H]; ridge: [B, T, H].
-        previous_key: [S, H, K]; tail_x: [S, W - 1, H, K]; previous_valid: [S], tail_valid: [S, W - 1], bool.
-        lengths: [B] int64 tokens of each row, the rest of which does nothing; cu_seqlens: [S + 1].
-        ridge_mode: a value of `RIDGE`; direct: gain is the step size; capped: by 2 / denominator.
-
-    Tensors that a rule or call does not have are empty.
+        lengths: [B] int64 tokens of each row, the rest of which does nothing.
     """
-    rows = max(BLOCK, triton.next_power_of_2(2 * window))
-    grid, where = _grid(Layout.of(k, cu_seqlens, rows - window + 1), k)
-    k, gain, ridge, previous_key, tail_x = (t.contiguous() for t in (k, gain, ridge, previous_key, tail_x))
-    weight, log_decay, energy = (torch.empty(k.shape[:3], dtype=torch.float32, device=k.device) for _ in range(3))
-    _forward[grid](
-        k, gain, ridge, previous_key, previous_valid, tail_x, tail_valid, lengths, weight, log_decay, energy, *where,
-        W=window, SHIFT=int(shifted), ROWS=rows, MASKED=lengths.numel() > 0, PACKED=cu_seqlens.numel() > 0,
-        **_options(k, ridge_mode, direct, capped, epsilon, decay_floor),
+    shape = plan.shape or gain.shape
+    weight, log_decay, energy = (torch.empty(shape, dtype=torch.float32, device=k.device) for _ in range(3))
+    _forward[plan.grid](
+        k, gain, ridge, before.previous_key, before.previous_valid, before.tail_x, before.tail_valid, lengths,
+        weight, log_decay, energy, *tables, *plan.numbers, **plan.forward,
     )  # fmt: skip
     return weight, log_decay, energy
 
 
-@schedule.register_fake
-def _(k, *_):
-    return tuple(k.new_empty(k.shape[:3], dtype=torch.float32) for _ in range(3))
-
-
-@torch.library.custom_op(f"{NAMESPACE}::schedule_backward", mutates_args=())
-def schedule_backward(
-    grad_weight: Tensor,
-    grad_log_decay: Tensor,
-    energy: Tensor,
+def backward(
+    plan: Plan,
+    tables: Tables,
     k: Tensor,
     gain: Tensor,
-    ridge: Tensor,
-    previous_key: Tensor,
-    previous_valid: Tensor,
-    tail_x: Tensor,
-    tail_valid: Tensor,
-    lengths: Tensor,
-    cu_seqlens: Tensor,
-    window: int,
-    shifted: bool,
-    ridge_mode: int,
-    direct: bool,
-    capped: bool,
-    detach: bool,
-    epsilon: float,
-    decay_floor: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of k, gain, ridge, previous_key and tail_x. The energy has none: it is a by-product."""
-    grid, where = _grid(Layout.of(k, cu_seqlens, BLOCK), k)
-    k, gain, ridge, previous_key, tail_x = (t.contiguous() for t in (k, gain, ridge, previous_key, tail_x))
-    into = [torch.empty_like(t) for t in (k, gain, ridge)]
-    into += [torch.zeros_like(t) for t in (previous_key, tail_x)]  # documents without tokens are not visited
-    _backward[grid](
-        k, gain, ridge, previous_key, previous_valid, tail_x, tail_valid, lengths, energy,
-        grad_weight.contiguous(), grad_log_decay.contiguous(), *into, *where,
-        W=window, SHIFT=int(shifted), ROWS=BLOCK, BEFORE=triton.next_power_of_2(max(window - 1 + shifted, 1)),
-        MASKED=lengths.numel() > 0, PACKED=cu_seqlens.numel() > 0, DETACH=detach,
-        **_options(k, ridge_mode, direct, capped, epsilon, decay_floor),
+    ridge: Tensor | None,
+    before: Before,
+    lengths: Tensor | None,
+    energy: Tensor,
+    grad_weight: Tensor,
+    grad_log_decay: Tensor,
+    grad_k: Tensor,
+    grad_before: Before,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of gain and ridge; adds to `grad_k` and, of `grad_before`, to previous key and tail of x."""
+    grad_gain = torch.empty_like(gain)
+    grad_ridge = None if ridge is None else torch.empty_like(ridge)
+    _backward[plan.grid](
+        k, gain, ridge, before.previous_key, before.previous_valid, before.tail_x, before.tail_valid, lengths, energy,
+        grad_weight, grad_log_decay, grad_k, grad_gain, grad_ridge, grad_before.previous_key, grad_before.tail_x,
+        *tables, *plan.numbers, **plan.backward,
     )  # fmt: skip
-    return tuple(into)  # type: ignore[return-value]
-
-
-@schedule_backward.register_fake
-def _(grad_weight, grad_log_decay, energy, k, gain, ridge, previous_key, previous_valid, tail_x, *_):
-    return tuple(t.new_empty(t.shape) for t in (k, gain, ridge, previous_key, tail_x))
-
-
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(output[2], *inputs[:9])
-    ctx.options = inputs[9:]
-    ctx.set_materialize_grads(True)
-
-
-def _differentiate(ctx, grad_weight, grad_log_decay, grad_energy):
-    grad_k, grad_gain, grad_ridge, grad_previous, grad_tail = schedule_backward(
-        grad_weight, grad_log_decay, *ctx.saved_tensors, *ctx.options
-    )
-    return grad_k, grad_gain, grad_ridge, grad_previous, None, grad_tail, *[None] * (3 + len(ctx.options))
-
-
-schedule.register_autograd(_differentiate, setup_context=_save)
+    return grad_gain, grad_ridge

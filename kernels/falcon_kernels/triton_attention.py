@@ -1,0 +1,213 @@
+"""`falcon_kernels::attention` and its backward: the schedule and one core behind one op, of tensors and scalars.
+
+Both are registered with the dispatcher itself and an ordinary autograd function: a third of the host's time of
+`torch.library.custom_op`, and the host sets the pace of small batches. All that follows from shapes and options is
+worked out once and kept.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+
+import torch
+import triton
+from torch import Tensor
+
+from . import launch, triton_additive, triton_regression, triton_schedule
+from .triton_layout import NAMESPACE, NO_TABLES, Layout
+from .triton_schedule import Before
+
+GIVEN = (
+    "Tensor q, Tensor k, Tensor v, Tensor gain, Tensor? ridge, Tensor? memory, Tensor? previous_key, "
+    "Tensor? previous_valid, Tensor? tail_x, Tensor? tail_v, Tensor? tail_valid, Tensor? lengths, Tensor? cu_seqlens"
+)
+OPTIONS = (
+    "int window, bool shifted, int ridge_mode, bool direct, bool residual, bool detach_energy, float epsilon, "
+    "float decay_floor, bool before"
+)
+TENSORS = GIVEN.count("Tensor")
+DIFFERENTIABLE = (0, 1, 2, 3, 4, 5, 6, 8, 9)  # of the given tensors
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+LIBRARY.define(
+    f"attention({GIVEN}, {OPTIONS}, bool final, bool keep) -> (Tensor output, Tensor final_memory, Tensor weight, "
+    "Tensor log_decay, Tensor energy, Tensor states, Tensor residuals)"
+)
+LIBRARY.define(
+    f"attention_backward(Tensor? grad_output, Tensor? grad_final, {GIVEN}, Tensor weight, Tensor log_decay, "
+    f"Tensor energy, Tensor states, Tensor residuals, {OPTIONS}) -> Tensor[]"
+)
+attention = getattr(torch.ops, NAMESPACE).attention.default
+attention_backward = getattr(torch.ops, NAMESPACE).attention_backward.default
+
+
+class Plan:
+    """The launches of one op: the schedule's, and those of the core that goes with it."""
+
+    def __init__(self, shape, value_dim, dtype, device, documents, masked, carried, options, before):
+        batch, length, heads, key_dim = shape
+        window, shifted, _, _, self.residual, *_ = options
+        self.carried = carried
+        self.core: triton_regression.Plan | triton_additive.Plan
+        if self.residual:
+            chunk = triton_regression.CHUNK
+            self.core = triton_regression.Plan(shape, value_dim, dtype, device, documents, shifted, before, carried)
+        else:
+            operand_bytes = 2 if dtype == torch.bfloat16 else 4
+            chunk = launch.chunk_length(operand_bytes, max(16, triton.next_power_of_2(key_dim)), window)
+        self.layout = Layout.of(batch, length, documents, chunk)
+        if not self.residual:
+            self.core = triton_additive.Plan(
+                self.layout, shape, value_dim, dtype, device, window, shifted, before, carried
+            )
+        self.schedule = triton_schedule.Plan(
+            self.layout, heads, key_dim, triton_schedule.Options(*options), masked, carried, not self.residual
+        )
+        self.memory = (self.layout.sequences, heads, key_dim, value_dim)
+
+
+plan_of = lru_cache(maxsize=1024)(Plan)
+
+
+def _plan(q, v, memory, lengths, cu_seqlens, options) -> Plan:
+    documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    carried, masked = memory is not None, lengths is not None
+    return plan_of(q.shape, v.shape[-1], q.dtype, q.device, documents, masked, carried, options[:-1], options[-1])
+
+
+def _contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if t is None else t.contiguous() for t in tensors]
+
+
+def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The op; its arguments as in `GIVEN` and `OPTIONS`, then `final` and `keep`.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, H, V]; gain, ridge: [B, T, H].
+        memory: [S, H, K, V] float32 from before the call, S being B or the number of documents; None for a fresh state,
+            with which go no previous keys and no tails.
+        previous_key: [S, H, K]; previous_valid: [S] bool; tail_x, tail_v: [S, W - 1, H, .]; tail_valid: [S, W - 1]
+            bool; 0 where not valid.
+        lengths: [B] int64 tokens of each row, the rest of which does nothing; cu_seqlens: [S + 1].
+        ridge_mode: a value of `triton_schedule.RIDGE`; direct: gain is the step size; before: read before the write.
+        final, keep: whether the final memory, and what the backward of falcon_1 needs, are wanted; else they are empty.
+    """
+    q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = _contiguous(arguments[:TENSORS])
+    options, final, keep = arguments[TENSORS:-2], arguments[-2], arguments[-1]
+    plan, before = _plan(q, v, memory, lengths, cu_seqlens, options), Before(*rest)
+    tables = NO_TABLES if cu_seqlens is None else plan.layout.tables(cu_seqlens)
+    weight, log_decay, energy = triton_schedule.forward(plan.schedule, tables, k, gain, ridge, before, lengths)
+    output = torch.empty_like(v)
+    final_memory = torch.empty(plan.memory, dtype=torch.float32, device=q.device) if final else None
+    states = residuals = None
+    if plan.residual:
+        states, residuals = triton_regression.forward(
+            plan.core, q, k, v, weight, log_decay, memory, before.previous_key, cu_seqlens, output, final_memory, keep
+        )
+    else:
+        triton_additive.forward(plan.core, tables, q, k, v, weight, log_decay, memory, before, output, final_memory)
+    found = (output, final_memory, weight, log_decay, energy, states, residuals)
+    return tuple(v.new_empty(0) if t is None else t for t in found)  # type: ignore[return-value]
+
+
+def _fake(*arguments):
+    q, _, v, gain, *_, cu_seqlens = arguments[:TENSORS]
+    residual, final, keep = arguments[TENSORS + 4], *arguments[-2:]
+    batch, length, heads, key_dim = q.shape
+    numbers = gain.shape if residual else (heads, batch * length)
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    memory = v.new_empty((sequences, heads, key_dim, v.shape[-1]), dtype=torch.float32) if final else v.new_empty(0)
+    states, residuals = v.new_empty(0), v.new_empty(0)
+    if residual and keep:
+        states = v.new_empty(triton_regression.states_shape(q, v, cu_seqlens), dtype=wide)
+        residuals = v.new_empty(v.shape, dtype=wide)
+    three = (v.new_empty(numbers, dtype=torch.float32) for _ in range(3))
+    return v.new_empty(v.shape), memory, *three, states, residuals
+
+
+def _backward(grad_output: Tensor | None, grad_final: Tensor | None, *arguments) -> list[Tensor]:
+    """Gradients of what is given among `DIFFERENTIABLE`, in that order; after the arguments, what `_forward` kept."""
+    q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = _contiguous(arguments[:TENSORS])
+    weight, log_decay, energy, states, residuals, *options = arguments[TENSORS:]
+    plan, before = _plan(q, v, memory, lengths, cu_seqlens, tuple(options)), Before(*rest)
+    tables = NO_TABLES if cu_seqlens is None else plan.layout.tables(cu_seqlens)
+    grad_output = torch.zeros_like(v) if grad_output is None else grad_output.contiguous()
+    grad_final = None if grad_final is None else grad_final.contiguous()
+    grads = [torch.empty_like(t) for t in (q, k, v, weight, log_decay)]
+    grad_memory = None if memory is None else torch.empty_like(memory)
+    grad_before = Before()
+    if plan.carried:  # documents without tokens are not visited
+        key, _, tail_x, tail_v, _ = (None if t is None else torch.zeros_like(t) for t in before)
+        grad_before = Before(key, None, tail_x, tail_v)
+    if plan.residual:
+        triton_regression.backward(
+            plan.core, q, k, v, weight, log_decay, before.previous_key, cu_seqlens, states, residuals, grad_output,
+            grad_final, (*grads, grad_memory, grad_before.previous_key),
+        )  # fmt: skip
+    else:
+        triton_additive.backward(
+            plan.core, tables, grad_output, grad_final, q, k, v, weight, log_decay, memory, before,
+            (*grads, grad_memory), grad_before,
+        )  # fmt: skip
+    grad_q, grad_k, grad_v, grad_weight, grad_log_decay = grads
+    grad_gain, grad_ridge = triton_schedule.backward(
+        plan.schedule, tables, k, gain, ridge, before, lengths, energy, grad_weight, grad_log_decay, grad_k, grad_before
+    )
+    found = (grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory)
+    return [t for t in (*found, grad_before.previous_key, *grad_before[2:4]) if t is not None]
+
+
+def _fake_backward(grad_output, grad_final, *arguments):
+    return [arguments[i].new_empty(arguments[i].shape) for i in DIFFERENTIABLE if arguments[i] is not None]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *arguments):
+        with torch._C._AutoDispatchBelowAutograd():
+            found = attention(*arguments[:-1], True)
+        ctx.save_for_backward(*arguments[:TENSORS], *found[2:])
+        ctx.options = arguments[TENSORS:-2]
+        ctx.mark_non_differentiable(*found[2:])
+        ctx.set_materialize_grads(False)
+        return found
+
+    @staticmethod
+    def backward(ctx, grad_output, grad_final, *_):
+        if torch.is_grad_enabled():
+            raise RuntimeError("falcon_attention with impl='triton' has no second derivatives; use impl='torch'.")
+        grads = iter(attention_backward(grad_output, grad_final, *ctx.saved_tensors, *ctx.options))
+        result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        saved = ctx.saved_tensors
+        for i in DIFFERENTIABLE:
+            if saved[i] is not None:
+                result[i] = next(grads)
+        return tuple(result)
+
+
+def _autograd(*arguments):
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+        return _Attention.apply(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return attention(*arguments)
+
+
+def _on_its_device(run: Callable, place: int) -> Callable:
+    """`run` with the device of its argument number `place` current, which is where Triton launches."""
+
+    @wraps(run)
+    def guarded(*arguments):
+        tensor = arguments[place]
+        if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+            return run(*arguments)
+        with torch.cuda.device_of(tensor):
+            return run(*arguments)
+
+    return guarded
+
+
+for _device in ("CPU", "CUDA"):
+    LIBRARY.impl("attention", _on_its_device(_forward, 0), _device)
+    LIBRARY.impl("attention_backward", _on_its_device(_backward, 2), _device)
+LIBRARY.impl("attention", _autograd, "Autograd")
+torch.library.register_fake(f"{NAMESPACE}::attention", _fake, lib=LIBRARY)
+torch.library.register_fake(f"{NAMESPACE}::attention_backward", _fake_backward, lib=LIBRARY)
