@@ -91,7 +91,8 @@ def launches(card: str, dtype: torch.dtype, key_dim: int, window: int):
         yield "lookback", triton_additive._add_lookback, plain, row | rule | {"BV": tile}
     schedule = {
         "K": key_dim, "BK": min(tile, 128), "W": window, "SHIFT": 1, "C": row["C"], "MASKED": True, "PACKED": False,
-        "LOOKBACK": triton.next_power_of_2(max(window - 1, 1)), "CARRIED": True, "RUNNING": True, "RIDGE": 2, "DIRECT": False, "CAPPED": False, "EPSILON": 1e-6, "FLOOR": 0.01,
+        "LOOKBACK": triton.next_power_of_2(max(window - 1, 1)), "CARRIED": True, "RUNNING": True, "RIDGE": 2,
+        "DIRECT": False, "CAPPED": False, "EPSILON": 1e-6, "FLOOR": 0.01,
     }  # fmt: skip
     yield "schedule", triton_schedule._forward, plain, schedule
     schedule |= {"DETACH": False, "BEFORE": triton.next_power_of_2(window)}
