@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
+from .launcher import Launcher
 from .triton_layout import NUMBERS, Layout, Tables, chunk_of, exists, load_rows, span, store_rows, v_rows, x_rows
 from .triton_schedule import Before
 
@@ -412,7 +413,7 @@ class Plan:
 
     def __init__(
         self, layout: Layout, shape: torch.Size, value_dim: int, dtype: torch.dtype, device: torch.device, window: int,
-        shifted: bool, before: bool, carried: bool,
+        shifted: bool, before: bool, carried: bool, aligned: bool = False,
     ):  # fmt: skip
         self.layout = layout
         batch, length, self.heads, key_dim = shape
@@ -449,17 +450,25 @@ class Plan:
                 found |= each
             return found
 
-        self.pass_grid = (rows * self.parts * tiles(forward),)
-        self.reverse_grid = (rows * self.parts * tiles(reverse),)
-        self.chunk_grid = (layout.chunks * self.heads,)
-        self.pass_options = options(forward, sizes, rule, numbers)
-        self.reverse_options = options(reverse, sizes, numbers)
+        def launcher(kernel, programs, constants, *flags):
+            return Launcher(kernel, (programs,), constants, flags, aligned)
+
+        chunks, size = layout.chunks * self.heads, key_dim * value_dim
         band = {"BAND_PRECISION": "tf32" if self.operand == torch.bfloat16 else "ieee"}
-        self.backward_options = options(backward, sizes, rule, numbers, band)
-        self.lookback_options = sizes | rule | {"BV": value_width, "num_warps": 4}
-        self.lookback_rows = layout.chunks * self.heads * lookback if window > 1 else 0
-        self.carry_options = {"SIZE": key_dim * value_dim, "BLOCK": 1024, "num_warps": 4}
-        self.carry_grid = (rows * -(-key_dim * value_dim // 1024),)
+        self.forward = launcher(
+            _pass, rows * self.parts * tiles(forward), options(forward, sizes, rule, numbers),
+            "READ", "STORE", "FINAL", "INITIAL", "FROM_ZERO",
+        )  # fmt: skip
+        self.reverse = launcher(
+            _reverse_pass, rows * self.parts * tiles(reverse), options(reverse, sizes, numbers),
+            "STORE", "FINAL", "INITIAL", "FROM_ZERO",
+        )  # fmt: skip
+        self.backward = launcher(_chunk_backward, chunks, options(backward, sizes, rule, numbers, band))
+        self.lookback = launcher(_add_lookback, chunks, sizes | rule | {"BV": value_width, "num_warps": 4})
+        self.lookback_rows = chunks * lookback if window > 1 else 0
+        self.carry = launcher(
+            _carry, rows * -(-size // 1024), {"SIZE": size, "BLOCK": 1024, "num_warps": 4}, "INITIAL", "REVERSED"
+        )
 
     def in_parts(self, run, memory: Tensor | None, like: Tensor, reverse: bool) -> Tensor | None:
         """What each part of each sequence begins with, [S, parts, H, K, V]; `memory` itself where there is one part."""
@@ -469,9 +478,7 @@ class Plan:
         found = torch.empty((sequences, self.parts, heads, *matrix), dtype=torch.float32, device=like.device)
         decay = torch.empty((sequences, self.parts, heads), dtype=torch.float32, device=like.device)
         run(found, decay)
-        _carry[self.carry_grid](
-            found, decay, memory, self.parts, heads, INITIAL=memory is not None, REVERSED=reverse, **self.carry_options
-        )
+        self.carry(found, decay, memory, self.parts, heads, flags=(memory is not None, reverse))
         return found
 
 
@@ -482,10 +489,10 @@ def _run_pass(
     """From `memory` to whichever is given: outputs, memories that chunks find, and the memory at the end."""
 
     def run(initial, output, states, final, part_decay, from_zero):
-        _pass[plan.pass_grid](
+        last = final is not None and not from_zero
+        plan.forward(
             *inputs, initial, output, states, final, part_decay, tables.bounds, tables.first, *plan.along,
-            READ=output is not None, STORE=states is not None, FINAL=final is not None and not from_zero,
-            INITIAL=initial is not None, FROM_ZERO=from_zero, **plan.pass_options,
+            flags=(output is not None, states is not None, last, initial is not None, from_zero),
         )  # fmt: skip
 
     initial = plan.in_parts(lambda found, decay: run(None, None, None, found, decay, True), memory, inputs[0], False)
@@ -540,10 +547,10 @@ def backward(
     _run_pass(plan, tables, inputs, memory, None, states, None)
 
     def reverse(initial, states, final, part_decay, from_zero):
-        _reverse_pass[plan.reverse_grid](
+        last = final is not None and not from_zero
+        plan.reverse(
             q, log_decay, grad_output, initial, states, final, part_decay, tables.bounds, tables.first, *plan.along,
-            STORE=states is not None, FINAL=final is not None and not from_zero, INITIAL=initial is not None,
-            FROM_ZERO=from_zero, **plan.reverse_options,
+            flags=(states is not None, last, initial is not None, from_zero),
         )  # fmt: skip
 
     initial = plan.in_parts(lambda found, decay: reverse(None, None, found, decay, True), grad_final, q, True)
@@ -552,12 +559,12 @@ def backward(
     old_x = old_v = None
     if plan.lookback_rows:
         old_x, old_v = (weight.new_empty(plan.lookback_rows * t.shape[-1]) for t in (k, v))
-    _chunk_backward[plan.chunk_grid](
+    plan.backward(
         *inputs, grad_output, states, grad_states, grad_q, grad_k, grad_v, grad_weight, grad_log_decay,
-        grad_before.previous_key, old_x, old_v, *tables, *plan.across, plan.tokens, **plan.backward_options,
+        grad_before.previous_key, old_x, old_v, *tables, *plan.across, plan.tokens,
     )  # fmt: skip
     if plan.lookback_rows:
-        _add_lookback[plan.chunk_grid](
+        plan.lookback(
             old_x, old_v, grad_k, grad_v, grad_before.previous_key, grad_before.tail_x, grad_before.tail_v, *tables,
-            *plan.across, **plan.lookback_options,
+            *plan.across,
         )  # fmt: skip

@@ -42,24 +42,26 @@ attention_backward = getattr(torch.ops, NAMESPACE).attention_backward.default
 class Plan:
     """The launches of one op: the schedule's, and those of the core that goes with it."""
 
-    def __init__(self, shape, value_dim, dtype, device, documents, masked, carried, options, before):
+    def __init__(self, shape, value_dim, dtypes, device, documents, masked, carried, aligned, options, before):
         batch, length, heads, key_dim = shape
         window, shifted, _, _, self.residual, *_ = options
-        self.carried = carried
+        dtype, self.carried = dtypes[0], carried
         self.core: triton_regression.Plan | triton_additive.Plan
         if self.residual:
             chunk = triton_regression.CHUNK
-            self.core = triton_regression.Plan(shape, value_dim, dtype, device, documents, shifted, before, carried)
+            self.core = triton_regression.Plan(
+                shape, value_dim, dtype, device, documents, shifted, before, carried, aligned
+            )
         else:
             operand_bytes = 2 if dtype == torch.bfloat16 else 4
             chunk = launch.chunk_length(operand_bytes, max(16, triton.next_power_of_2(key_dim)), window)
         self.layout = Layout.of(batch, length, documents, chunk)
         if not self.residual:
             self.core = triton_additive.Plan(
-                self.layout, shape, value_dim, dtype, device, window, shifted, before, carried
+                self.layout, shape, value_dim, dtype, device, window, shifted, before, carried, aligned
             )
         self.schedule = triton_schedule.Plan(
-            self.layout, heads, key_dim, triton_schedule.Options(*options), masked, carried, not self.residual
+            self.layout, heads, key_dim, triton_schedule.Options(*options), masked, carried, not self.residual, aligned
         )
         self.memory = (self.layout.sequences, heads, key_dim, value_dim)
 
@@ -67,10 +69,16 @@ class Plan:
 plan_of = lru_cache(maxsize=1024)(Plan)
 
 
-def _plan(q, v, memory, lengths, cu_seqlens, options) -> Plan:
+def _plan(tensors: list[Tensor | None], options: tuple, *others: Tensor | None) -> Plan:
+    """The plan for the op's own tensors; `others` are given to kernels too."""
+    q, _, v, _, _, memory, *_, lengths, cu_seqlens = tensors
+    dtypes = tuple(None if t is None else t.dtype for t in tensors)
+    aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (*tensors, *others))
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    carried, masked = memory is not None, lengths is not None
-    return plan_of(q.shape, v.shape[-1], q.dtype, q.device, documents, masked, carried, options[:-1], options[-1])
+    return plan_of(
+        q.shape, v.shape[-1], dtypes, q.device, documents, lengths is not None, memory is not None, aligned,
+        options[:-1], options[-1],
+    )  # fmt: skip
 
 
 def _contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -90,9 +98,9 @@ def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
         ridge_mode: a value of `triton_schedule.RIDGE`; direct: gain is the step size; before: read before the write.
         final, keep: whether the final memory, and what the backward of falcon_1 needs, are wanted; else they are empty.
     """
-    q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = _contiguous(arguments[:TENSORS])
-    options, final, keep = arguments[TENSORS:-2], arguments[-2], arguments[-1]
-    plan, before = _plan(q, v, memory, lengths, cu_seqlens, options), Before(*rest)
+    tensors, final, keep = _contiguous(arguments[:TENSORS]), arguments[-2], arguments[-1]
+    q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = tensors
+    plan, before = _plan(tensors, arguments[TENSORS:-2]), Before(*rest)
     tables = NO_TABLES if cu_seqlens is None else plan.layout.tables(cu_seqlens)
     weight, log_decay, energy = triton_schedule.forward(plan.schedule, tables, k, gain, ridge, before, lengths)
     output = torch.empty_like(v)
@@ -126,12 +134,14 @@ def _fake(*arguments):
 
 def _backward(grad_output: Tensor | None, grad_final: Tensor | None, *arguments) -> list[Tensor]:
     """Gradients of what is given among `DIFFERENTIABLE`, in that order; after the arguments, what `_forward` kept."""
-    q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = _contiguous(arguments[:TENSORS])
-    weight, log_decay, energy, states, residuals, *options = arguments[TENSORS:]
-    plan, before = _plan(q, v, memory, lengths, cu_seqlens, tuple(options)), Before(*rest)
+    tensors, kept = _contiguous(arguments[:TENSORS]), arguments[TENSORS : TENSORS + 5]
+    q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = tensors
+    weight, log_decay, energy, states, residuals = kept
+    grad_output = torch.zeros_like(v) if grad_output is None else grad_output.to(v.dtype).contiguous()
+    grad_final = None if grad_final is None else grad_final.float().contiguous()
+    plan = _plan(tensors, arguments[TENSORS + 5 :], grad_output, grad_final, *kept)
+    before = Before(*rest)
     tables = NO_TABLES if cu_seqlens is None else plan.layout.tables(cu_seqlens)
-    grad_output = torch.zeros_like(v) if grad_output is None else grad_output.contiguous()
-    grad_final = None if grad_final is None else grad_final.contiguous()
     grads = [torch.empty_like(t) for t in (q, k, v, weight, log_decay)]
     grad_memory = None if memory is None else torch.empty_like(memory)
     grad_before = Before()

@@ -46,6 +46,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launcher import Launcher
 from .rule import Rule
 
 CHUNK = 64
@@ -753,11 +754,13 @@ def forward(
     z = torch.empty(v.shape, dtype=plan.wide, device=q.device)  # U, then the residuals
     stored = keep or not plan.reads
     states = torch.empty(plan.states, dtype=plan.wide, device=q.device) if stored else None
-    plan.local(k, v, previous, weight, log_decay, bounds, w, z, None, values=True)
-    tensors = (q, k, previous, log_decay, memory, bounds, w, z, output, final, states, z)
-    plan.over_chunks(_carry, tensors, KEEP=stored, FINAL=final is not None)
+    plan.local(k, v, previous, weight, log_decay, bounds, w, z, None, *plan.sizes, flags=(True,))
+    plan.carry(
+        q, k, previous, log_decay, memory, bounds, w, z, output, final, states, z, *plan.along,
+        flags=(stored, final is not None),
+    )  # fmt: skip
     if not plan.reads:
-        plan.read(q, k, previous, log_decay, bounds, states, z, output, adjoint=False)
+        plan.read(q, k, previous, log_decay, bounds, states, z, output, *plan.sizes, flags=(False,))
     return (states, z) if keep else (None, None)
 
 
@@ -824,29 +827,27 @@ def backward(
     w = torch.empty(q.shape, dtype=plan.wide, device=q.device)
     square = (plan.slots, plan.heads, CHUNK, CHUNK)
     inverse = torch.empty(square, dtype=torch.float32, device=q.device)
-    plan.local(k, v, previous, weight, log_decay, bounds, w, None, inverse, values=False)
+    plan.local(k, v, previous, weight, log_decay, bounds, w, None, inverse, *plan.sizes, flags=(False,))
     grad_z = torch.empty(v.shape, dtype=torch.float32, device=q.device)
     grad_states = torch.empty_like(states)
     if not plan.reads:
-        plan.read(q, k, previous, log_decay, bounds, states, grad_output, grad_z, adjoint=True)
-    plan.over_chunks(
-        _reverse,
-        (q, k, previous, log_decay, bounds, w, grad_output, grad_final, grad_z, grad_states, d_memory),
-        FINAL=grad_final is not None,
-    )
+        plan.read(q, k, previous, log_decay, bounds, states, grad_output, grad_z, *plan.sizes, flags=(True,))
+    plan.reverse(
+        q, k, previous, log_decay, bounds, w, grad_output, grad_final, grad_z, grad_states, d_memory, *plan.along,
+        flags=(grad_final is not None,),
+    )  # fmt: skip
     del w
     parts = [d_weight, d_log_decay]
     if plan.key_tiles > 1:
         parts = [torch.empty((plan.key_tiles, *weight.shape), dtype=torch.float32, device=q.device) for _ in parts]
     products = torch.empty((plan.slots, plan.heads, 2, CHUNK, CHUNK), dtype=plan.wide, device=q.device)
-    _solve[plan.chunk_grid](
-        v, weight, log_decay, bounds, inverse, residuals, grad_output, grad_z, dv, parts[0], products, *plan.sizes,
-        **plan.solve_options,
-    )  # fmt: skip
+    plan.solve(
+        v, weight, log_decay, bounds, inverse, residuals, grad_output, grad_z, dv, parts[0], products, *plan.sizes
+    )
     del inverse
-    _gradients[plan.gradients_grid](
+    plan.gradients(
         q, k, previous, weight, log_decay, bounds, states, residuals, grad_z, grad_output, grad_states, products,
-        dq, dk, d_previous, *parts, *plan.sizes, plan.numbers, **plan.gradients_options,
+        dq, dk, d_previous, *parts, *plan.sizes, plan.numbers,
     )  # fmt: skip
     if plan.key_tiles > 1:
         for part, total in zip(parts, (d_weight, d_log_decay), strict=True):
@@ -902,7 +903,7 @@ class Plan:
 
     def __init__(
         self, shape: torch.Size, value_dim: int, dtype: torch.dtype, device: torch.device, documents: int,
-        shifted: bool, before: bool, carried: bool,
+        shifted: bool, before: bool, carried: bool, aligned: bool = False,
     ):  # fmt: skip
         batch, length, self.heads, key_dim = shape
         sequences, self.packed = documents or batch, documents > 0
@@ -919,13 +920,9 @@ class Plan:
         while not self.reads and tile > 16 and rows * -(-value_dim // tile) < FULL_CARD // 2:
             tile //= 2  # more programs, each with less to wait for
         self.key_tiles = -(-key_dim // key_tile)
-        self.sizes = (length, sequences, self.heads)
+        self.sizes, self.along = (length, sequences, self.heads), (length, self.heads)
         self.numbers = batch * length * self.heads
 
-        self.chunk_grid = (self.slots * self.heads,)
-        self.sequence_grid = (rows, -(-value_dim // tile))
-        self.read_grid = (*self.chunk_grid, -(-value_dim // value_tile))
-        self.gradients_grid = (*self.chunk_grid, self.key_tiles)
         shared = {
             "PACKED": self.packed,
             "DT": tl.bfloat16 if self.wide == torch.bfloat16 else tl.float32,
@@ -936,27 +933,22 @@ class Plan:
         channels = {"V": value_dim, "BEFORE": int(before)} | shared
         four = {"num_warps": 4, "num_stages": 2}
         most = 32 if self.wide == torch.bfloat16 else 16  # channels at a time: one warp holds all blocks of them
-        self.local_options = features | shared | {"V": value_dim, "num_warps": 1, "num_stages": 1}
-        self.local_options |= {"BK": min(key_tile, most), "BV": min(value_tile, most)}
-        self.sequence_options = features | channels | {"KP": padded, "BV": tile, "READ": self.reads}
-        self.sequence_options |= {"num_warps": launch.warps, "num_stages": launch.stages}
-        self.read_options = features | channels | {"BK": key_tile, "BV": value_tile} | four
-        self.solve_options = channels | {"BV": value_tile} | four
-        self.gradients_options = self.read_options
+        local = features | shared | {"V": value_dim, "num_warps": 1, "num_stages": 1}
+        local |= {"BK": min(key_tile, most), "BV": min(value_tile, most)}
+        along = features | channels | {"KP": padded, "BV": tile, "READ": self.reads}
+        along |= {"num_warps": launch.warps, "num_stages": launch.stages}
+        tiles = features | channels | {"BK": key_tile, "BV": value_tile} | four
+        chunks, sequences_grid = self.slots * self.heads, (rows, -(-value_dim // tile))
 
-    def local(self, k, v, previous, weight, log_decay, bounds, w, u, inverse, values: bool) -> None:
-        _local[self.chunk_grid](
-            k, v, previous, weight, log_decay, bounds, w, u, inverse, *self.sizes, VALUES=values, **self.local_options
-        )
+        def launcher(kernel, grid, constants, *flags):
+            return Launcher(kernel, grid, constants, flags, aligned)
 
-    def over_chunks(self, kernel, tensors, **options) -> None:
-        length, _, heads = self.sizes
-        kernel[self.sequence_grid](*tensors, length, heads, **options, **self.sequence_options)
-
-    def read(self, q, k, previous, log_decay, bounds, states, z, output, adjoint: bool) -> None:
-        _read[self.read_grid](
-            q, k, previous, log_decay, bounds, states, z, output, *self.sizes, ADJOINT=adjoint, **self.read_options
-        )
+        self.local = launcher(_local, (chunks,), local, "VALUES")
+        self.carry = launcher(_carry, sequences_grid, along, "KEEP", "FINAL")
+        self.reverse = launcher(_reverse, sequences_grid, along, "FINAL")
+        self.read = launcher(_read, (chunks, -(-value_dim // value_tile)), tiles, "ADJOINT")
+        self.solve = launcher(_solve, (chunks,), channels | {"BV": value_tile} | four)
+        self.gradients = launcher(_gradients, (chunks, self.key_tiles), tiles)
 
 
 def _plan_of(q: Tensor, v: Tensor, bounds: Tensor, shifted: bool, before: bool) -> Plan:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launcher import Launcher
 from .triton_layout import NUMBERS, Layout, Tables, chunk_of, exists, load_rows, store_rows, x_rows
 
 RIDGE = {"none": 0, "direct": 1, "scale_coupled": 2}
@@ -276,8 +277,8 @@ class Plan:
     """All of a launch that follows from shapes and options; `running` as in the first lines of this file."""
 
     def __init__(self, layout: Layout, heads: int, key_dim: int, options: Options, masked: bool, carried: bool,
-                 running: bool):  # fmt: skip
-        self.grid = (layout.chunks * heads,)
+                 running: bool, aligned: bool = False):  # fmt: skip
+        grid = (layout.chunks * heads,)
         batch_tokens = layout.length * (1 if layout.packed else layout.sequences)
         self.numbers = (layout.length, layout.longest, heads, batch_tokens)
         self.shape = (heads, batch_tokens) if running else None
@@ -288,11 +289,10 @@ class Plan:
             "CARRIED": carried, "RUNNING": running, "RIDGE": options.ridge, "DIRECT": options.direct,
             "CAPPED": options.capped, "EPSILON": options.epsilon, "FLOOR": options.decay_floor, "num_warps": 4,
         }  # fmt: skip
-        self.forward = shared | {"LOOKBACK": triton.next_power_of_2(max(before, 1))}
-        self.backward = shared | {
-            "BEFORE": triton.next_power_of_2(max(before + options.shifted, 1)),
-            "DETACH": options.detach_energy,
-        }
+        forward = {"LOOKBACK": triton.next_power_of_2(max(before, 1))}
+        backward = {"BEFORE": triton.next_power_of_2(max(before + options.shifted, 1)), "DETACH": options.detach_energy}
+        self.forward = Launcher(_forward, grid, shared | forward, aligned=aligned)
+        self.backward = Launcher(_backward, grid, shared | backward, aligned=aligned)
 
 
 def forward(
@@ -306,9 +306,9 @@ def forward(
     """
     shape = plan.shape or gain.shape
     weight, log_decay, energy = (torch.empty(shape, dtype=torch.float32, device=k.device) for _ in range(3))
-    _forward[plan.grid](
+    plan.forward(
         k, gain, ridge, before.previous_key, before.previous_valid, before.tail_x, before.tail_valid, lengths,
-        weight, log_decay, energy, *tables, *plan.numbers, **plan.forward,
+        weight, log_decay, energy, *tables, *plan.numbers,
     )  # fmt: skip
     return weight, log_decay, energy
 
@@ -330,9 +330,9 @@ def backward(
     """Gradients of gain and ridge; adds to `grad_k` and, of `grad_before`, to previous key and tail of x."""
     grad_gain = torch.empty_like(gain)
     grad_ridge = None if ridge is None else torch.empty_like(ridge)
-    _backward[plan.grid](
+    plan.backward(
         k, gain, ridge, before.previous_key, before.previous_valid, before.tail_x, before.tail_valid, lengths, energy,
         grad_weight, grad_log_decay, grad_k, grad_gain, grad_ridge, grad_before.previous_key, grad_before.tail_x,
-        *tables, *plan.numbers, **plan.backward,
+        *tables, *plan.numbers,
     )  # fmt: skip
     return grad_gain, grad_ridge
