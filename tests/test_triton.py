@@ -198,13 +198,13 @@ def test_the_schedule_of_a_regression_rule(step_size, ridge):
     with torch.no_grad():
         *have, energies = triton_schedule.forward(*given)
         for a, b in zip(have, want, strict=True):
-            assert_same(a, b, 1e-6)
+            assert_same(a.cpu(), b, 1e-6)
         of_k, of_key = torch.ones_like(inputs["k"]), torch.ones_like(state.previous_key)
         weights = [w.float().to(DEVICE) for w in weights]
         of_gain, of_ridge = triton_schedule.backward(*given, energies, *weights, of_k, triton_schedule.Before(of_key))
     grads = [of_k - 1, of_gain, of_key - 1, *([of_ridge] if ridge != "none" else [])]  # it adds to those of the core
     for a, b in zip(grads, wanted, strict=True):
-        assert_same(a, b, GRADIENT)
+        assert_same(a.cpu(), b, GRADIENT)
 
 
 @pytest.mark.parametrize("name", ["falcon_1a", "falcon_3a"])
@@ -294,6 +294,20 @@ def test_one_graph_under_compile(name):
 
     torch._dynamo.reset()
     for a, b in zip(torch.compile(run, fullgraph=True, backend="eager")(inputs), run(inputs), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_one_graph_with_gradients_from_a_fresh_state_under_autocast():
+    rule = Rule("falcon_1a")
+    inputs = _on_device(inputs_of(rule, 5, H=1))
+
+    def run(inputs):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return attend(inputs, rule, impl="triton").output.square().sum()
+
+    torch._dynamo.reset()
+    totals = (torch.compile(run, fullgraph=True, backend="aot_eager")(inputs), run(inputs))
+    for a, b in zip(*(torch.autograd.grad(t, list(inputs.values())) for t in totals), strict=True):
         assert torch.equal(a, b)
 
 

@@ -62,7 +62,7 @@ def falcon_attention(
             in them.
         cu_seqlens: [N + 1] integers from 0 to T, the bounds of N documents packed into one row (B = 1).
         impl: `reference` (a loop over tokens), `torch` (chunks) or, where it is installed, `triton` (GPU kernels for
-            `falcon_1a` and `falcon_3a`); by default the fastest for the device.
+            `falcon_1`, `falcon_1a` and `falcon_3a`); by default the fastest for the device.
 
     Returns:
         `output` [B, T, H, V] in the dtype of v, and `final_state` or None.

@@ -185,9 +185,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad_output, grad_final, *_):
         if torch.is_grad_enabled():
             raise RuntimeError("falcon_attention with impl='triton' has no second derivatives; use impl='torch'.")
-        grads = iter(attention_backward(grad_output, grad_final, *ctx.saved_tensors, *ctx.options))
-        result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors
+        grads = iter(attention_backward(grad_output, grad_final, *saved, *ctx.options))
+        result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         for i in DIFFERENTIABLE:
             if saved[i] is not None:
                 result[i] = next(grads)
