@@ -89,8 +89,10 @@ def launches(card: str, dtype: torch.dtype, key_dim: int, window: int):
     plain = launch.Config(0, 4, 3)
     if window > 1:
         yield "lookback", triton_additive._add_lookback, plain, row | rule | {"BV": tile}
+    most, warps = (64, 8) if window > 1 else (128, 4)
+    plain = launch.Config(0, warps, 3)
     schedule = {
-        "K": key_dim, "BK": min(tile, 128), "W": window, "SHIFT": 1, "C": row["C"], "MASKED": True, "PACKED": False,
+        "K": key_dim, "BK": min(tile, most), "W": window, "SHIFT": 1, "C": row["C"], "MASKED": True, "PACKED": False,
         "LOOKBACK": triton.next_power_of_2(max(window - 1, 1)), "CARRIED": True, "RUNNING": True, "RIDGE": 2,
         "DIRECT": False, "CAPPED": False, "EPSILON": 1e-6, "FLOOR": 0.01,
     }  # fmt: skip

@@ -283,11 +283,12 @@ class Plan:
         self.numbers = (layout.length, layout.longest, heads, batch_tokens)
         self.shape = (heads, batch_tokens) if running else None
         before = options.window - 1
+        most, warps = (64, 8) if before else (128, 4)  # channels at a time: windows take registers of their own
         shared = {
-            "K": key_dim, "BK": min(triton.next_power_of_2(key_dim), 128), "W": options.window,
+            "K": key_dim, "BK": min(triton.next_power_of_2(key_dim), most), "W": options.window,
             "SHIFT": int(options.shifted), "C": layout.chunk, "MASKED": masked, "PACKED": layout.packed,
             "CARRIED": carried, "RUNNING": running, "RIDGE": options.ridge, "DIRECT": options.direct,
-            "CAPPED": options.capped, "EPSILON": options.epsilon, "FLOOR": options.decay_floor, "num_warps": 4,
+            "CAPPED": options.capped, "EPSILON": options.epsilon, "FLOOR": options.decay_floor, "num_warps": warps,
         }  # fmt: skip
         forward = {"LOOKBACK": triton.next_power_of_2(max(before, 1))}
         backward = {"BEFORE": triton.next_power_of_2(max(before + options.shifted, 1)), "DETACH": options.detach_energy}
