@@ -1,26 +1,17 @@
 """The Triton kernels of falcon_1 against the recurrence in float64; without a GPU, in Triton's interpreter."""
 
-import os
-
+import interpreter
 import pytest
 import torch
-
-pytest.importorskip("triton")
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-    from triton.runtime import interpreter
-
-    def _patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
-        patch(tensor, scope)  # NumPy 2.4 no longer turns the interpreter's scalars, arrays of one element, into int
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_tensor
-
 from cases import assert_same, attend, gradients, leaves, make_inputs, make_state
 from falcon_kernels import FalconState, Rule
-from falcon_kernels import triton_regression as kernels
 from falcon_kernels.api import FalconOutput
 from falcon_kernels.schedule import energy, step_and_log_decay
+
+interpreter.switch_on()
+pytest.importorskip("triton")
+
+from falcon_kernels import triton_regression as kernels  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORWARD, BACKWARD = 1e-5, 5e-5  # float32
