@@ -61,8 +61,8 @@ def falcon_attention(
         mask: [B, T] bool, False where there is no token. The result is that of the row without those places, with 0
             in them.
         cu_seqlens: [N + 1] integers from 0 to T, the bounds of N documents packed into one row (B = 1).
-        impl: `reference` (a loop over tokens), `torch` (chunks) or, where it is installed, `triton` (GPU kernels for
-            `falcon_1`, `falcon_1a` and `falcon_3a`); by default the fastest for the device.
+        impl: `reference` (a loop over tokens) or `torch` (chunks), the default. Where Triton is installed, `triton`
+            has GPU kernels for `falcon_1`, `falcon_1a` and `falcon_3a` that are experimental (kernels/README.md).
 
     Returns:
         `output` [B, T, H, V] in the dtype of v, and `final_state` or None.
@@ -117,7 +117,7 @@ def falcon_step(
         q, k: [B, H, K]; v: [B, H, V]; gain: [B, H] or [B, H, V]; ridge: [B, H] or None, as in `falcon_attention`.
         state: the state to update.
         mask: [B] bool, False where the row has no token.
-        impl: `reference`, the default, or `triton`, one kernel launch.
+        impl: `reference`, the default, or `triton`, one kernel launch, experimental (kernels/README.md).
 
     Returns:
         output [B, H, V] in the dtype of v, and `state` itself.

@@ -16,6 +16,7 @@ from .triton_attention import attention as attention_op
 from .triton_schedule import RIDGE
 
 RULES = ("falcon_1", "falcon_1a", "falcon_3a")
+LARGEST_RESIDUAL_WIDTH = 128  # at 256, bfloat16 results on an H200 were wrong
 INTERPRETED = triton.knobs.runtime.interpret
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -143,6 +144,11 @@ def _after(
 def _check(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> None:
     if rule.name not in RULES:
         raise ValueError(f"rule is {rule.name}; with impl='triton' it must be one of {', '.join(RULES)}.")
+    if rule.residual and max(q.shape[-1], v.shape[-1]) > LARGEST_RESIDUAL_WIDTH:
+        raise ValueError(
+            f"q and v are {q.shape[-1]} and {v.shape[-1]} wide; with impl='triton' {rule.name} takes at most "
+            f"{LARGEST_RESIDUAL_WIDTH}."
+        )
     if rule.window > launch.LARGEST_WINDOW:
         raise ValueError(
             f"rule.window is {rule.window}; with impl='triton' it must be at most {launch.LARGEST_WINDOW}."
