@@ -7,18 +7,17 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+# Later interpreters refuse masks that the compiler takes.
+USABLE = find_spec("triton") is not None and metadata.version("triton").startswith("3.6.")
+
 
 def switch_on() -> None:
-    """Before the first import of Triton. Does nothing where there is a GPU, or no Triton."""
-    if torch.cuda.is_available() or find_spec("triton") is None:
+    """Before anything imports Triton. Does nothing where there is a GPU, or no Triton whose interpreter runs these."""
+    if torch.cuda.is_available() or not USABLE:
         return
-    if not metadata.version("triton").startswith("3.6."):  # later interpreters refuse masks that the compiler takes
-        pytest.skip("the interpreter of this Triton is another one than 3.6's", allow_module_level=True)
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.runtime import interpreter
 
-    if getattr(interpreter, "falcon_patched", False):
-        return
     original = interpreter._patch_lang_tensor
 
     def patch(tensor, scope):
@@ -26,4 +25,10 @@ def switch_on() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch
-    interpreter.falcon_patched = True
+
+
+def require() -> None:
+    """Skips the module where kernels can run neither on a GPU nor in the interpreter."""
+    pytest.importorskip("triton")
+    if not (torch.cuda.is_available() or USABLE):
+        pytest.skip("without a GPU the kernels run in the interpreter of Triton 3.6", allow_module_level=True)

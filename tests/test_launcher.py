@@ -1,13 +1,11 @@
 """Launches take Triton's own way once, and then reach the compiled kernel with the same arguments."""
 
-import interpreter
 import pytest
 
-interpreter.switch_on()  # for the tests after these
 pytest.importorskip("triton")
 
-from falcon_kernels import launcher  # noqa: E402
-from falcon_kernels.launcher import Launcher  # noqa: E402
+from falcon_kernels import launcher
+from falcon_kernels.launcher import Launcher
 
 
 class Compiled:

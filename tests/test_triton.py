@@ -15,8 +15,7 @@ from cases import VARIANTS, assert_same, assert_same_state, attend, cut, gradien
 from falcon_kernels import Rule
 from falcon_kernels.schedule import energy, step_and_log_decay
 
-interpreter.switch_on()
-pytest.importorskip("triton")
+interpreter.require()
 
 from falcon_kernels import launch, triton_attention, triton_schedule  # noqa: E402
 from falcon_kernels.triton_layout import NO_TABLES, Layout  # noqa: E402

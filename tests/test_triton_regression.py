@@ -8,8 +8,7 @@ from falcon_kernels import FalconState, Rule
 from falcon_kernels.api import FalconOutput
 from falcon_kernels.schedule import energy, step_and_log_decay
 
-interpreter.switch_on()
-pytest.importorskip("triton")
+interpreter.require()
 
 from falcon_kernels import triton_regression as kernels  # noqa: E402
 

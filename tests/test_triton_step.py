@@ -5,15 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import interpreter
 import pytest
 import torch
-
-pytest.importorskip("triton")
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 from cases import INPUTS, VARIANTS, assert_same, assert_same_state, make_inputs, make_state
-from falcon_kernels import RULES, FalconState, Rule, falcon_step, reference, triton_step
+from falcon_kernels import RULES, FalconState, Rule, falcon_step, reference
+
+interpreter.require()
+
+from falcon_kernels import triton_step  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BUDGET = 1e-5
@@ -281,6 +281,7 @@ def test_compiles_for_the_card():
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize(
     ("dtype", "K", "V"),
@@ -303,6 +304,7 @@ def test_on_the_card(name, dtype, K, V):
     compare(make_inputs(rule, B=9, T=12, H=12, K=K, V=V), rule, state, mask, dtype, bound)
 
 
+@pytest.mark.gpu
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("name", RULES)
