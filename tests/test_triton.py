@@ -183,7 +183,8 @@ def test_the_schedule_of_a_regression_rule(step_size, ridge):
     x = torch.cat([key[:, None], exact["k"][:, :-1]], 1)
     count = torch.ones(1, 70, 1, dtype=torch.float64)
     want = step_and_log_decay(energy(x, count, rule), exact["gain"], exact.get("ridge"), count > 0, rule)
-    weights = [torch.randn(1, 70, 1, dtype=torch.float64) for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(1, 70, 1, generator=generator, dtype=torch.float64) for _ in range(2)]
     wanted = [exact["k"], exact["gain"], key, *([exact["ridge"]] if ridge != "none" else [])]
     wanted = torch.autograd.grad(sum((t * w).sum() for t, w in zip(want, weights, strict=True)), wanted)
 
@@ -198,10 +199,12 @@ def test_the_schedule_of_a_regression_rule(step_size, ridge):
         *have, energies = triton_schedule.forward(*given)
         for a, b in zip(have, want, strict=True):
             assert_same(a.cpu(), b, 1e-6)
-        of_k, of_key = torch.ones_like(inputs["k"]), torch.ones_like(state.previous_key)
+        core = 2.0**-10  # of the size of these gradients, so that a float32 sum keeps both
+        of_k, of_key = torch.full_like(inputs["k"], core), torch.full_like(state.previous_key, core)
         weights = [w.float().to(DEVICE) for w in weights]
-        of_gain, of_ridge = triton_schedule.backward(*given, energies, *weights, of_k, triton_schedule.Before(of_key))
-    grads = [of_k - 1, of_gain, of_key - 1, *([of_ridge] if ridge != "none" else [])]  # it adds to those of the core
+        core_gradients = of_k, triton_schedule.Before(of_key)  # to which it adds
+        of_gain, of_ridge = triton_schedule.backward(*given, energies, *weights, *core_gradients)
+    grads = [of_k - core, of_gain, of_key - core, *([of_ridge] if ridge != "none" else [])]
     for a, b in zip(grads, wanted, strict=True):
         assert_same(a.cpu(), b, GRADIENT)
 
