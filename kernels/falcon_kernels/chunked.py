@@ -85,11 +85,11 @@ def _scalar(
 
     if rule.residual:
         in_window = (torch.arange(grid.chunk)[:, None] + torch.arange(rule.window)).flatten().to(q.device)  # [C W]
-        row_weight, row_end = (t.repeat_interleave(rule.window, -1) for t in (weight, (end - u).exp()))
+        row_weight, row_end = (_repeat(t, rule.window, -1) for t in (weight, (end - u).exp()))
         row_x, row_v = x[..., in_window, :], v[..., in_window, :]
         gram = (x @ x_t)[..., in_window[:, None], in_window]
         solve_decay = _repeat(_repeat(_pairwise_decay(u_before, u, -1), rule.window, -1), rule.window, -2)
-        found = u_before.exp().repeat_interleave(rule.window, -1)[..., None] * row_x
+        found = _repeat(u_before.exp(), rule.window, -1)[..., None] * row_x
         system = row_weight[..., None] * solve_decay * gram
         right = row_weight[..., None] * torch.cat([row_v, found], -1)
         z = _UnitLowerInverse.apply(system) @ right  # [R, N, H, C W, V + K]
