@@ -15,25 +15,51 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from report import report
 
+
+class Shape(NamedTuple):
+    """Inputs [batch, length, heads, width], or one row of that many tokens packed from `documents` documents."""
+
+    batch: int
+    length: int
+    heads: int
+    width: int
+    documents: int = 0
+
+    def bounds(self) -> torch.Tensor | None:
+        """Document bounds of uneven lengths, int64 [documents + 1]."""
+        if not self.documents:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        tokens = self.batch * self.length
+        cuts = torch.randperm(tokens - 1, generator=generator)[: self.documents - 1].sort().values + 1
+        return torch.cat([torch.tensor([0]), cuts, torch.tensor([tokens])]).cuda()
+
+
 SHAPES = {
-    "32x1024x12x64": (32, 1024, 12, 64),
-    "8x4096x16x128": (8, 4096, 16, 128),
-    "1x32768x16x128": (1, 32768, 16, 128),
+    "32x1024x12x64": Shape(32, 1024, 12, 64),
+    "8x4096x16x128": Shape(8, 4096, 16, 128),
+    "1x32768x16x128": Shape(1, 32768, 16, 128),
+    "4x2048x4x256": Shape(4, 2048, 4, 256),
+    "16x2048x16x64 in 64 documents": Shape(16, 2048, 16, 64, 64),
 }
 COPY_BYTES_PER_SECOND = 4.3e12  # device-to-device copy on an H200, bytes read and written
 OURS = ("falcon_1", "falcon_1a", "falcon_3a")
 PEERS = ("chunk_delta_rule", "chunk_simple_gla", "sdpa")
 
 
-def build(work: str, shape: tuple[int, int, int, int]):
+def build(work: str, shape: Shape):
     """A function of no arguments and its differentiable inputs."""
-    B, T, H, K = shape
+    B, T, H, K, documents = shape
+    bounds = shape.bounds()
+    if documents:
+        B, T = 1, B * T
     torch.manual_seed(0)
 
     def normal(*size, dtype=torch.bfloat16):
@@ -45,20 +71,25 @@ def build(work: str, shape: tuple[int, int, int, int]):
         from falcon_kernels import Rule, falcon_attention
 
         ridge = (0.02 * torch.rand(B, T, H, device="cuda")).requires_grad_()
-        rule = Rule(work)
-        return lambda: falcon_attention(q, k, v, rate, ridge, rule=rule, impl="triton").output, [q, k, v, rate, ridge]
+        options = {"rule": Rule(work), "impl": "triton", "cu_seqlens": bounds}
+        return lambda: falcon_attention(q, k, v, rate, ridge, **options).output, [q, k, v, rate, ridge]
     if work == "sdpa":
+        if documents:
+            raise ValueError("no causal attention over packed documents is measured")
         q, k, v = (t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v))
         return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v]
     if work == "chunk_delta_rule":
         from fla.ops.delta_rule import chunk_delta_rule
 
         k = torch.nn.functional.normalize(k.detach().float(), dim=-1).bfloat16().requires_grad_()
-        return lambda: chunk_delta_rule(q, k, v, rate, scale=1.0)[0], [q, k, v, rate]
+        rate = rate.detach().bfloat16().requires_grad_()
+        return lambda: chunk_delta_rule(q, k, v, rate, scale=1.0, cu_seqlens=bounds)[0], [q, k, v, rate]
+    import fla.ops.common.chunk_o
     from fla.ops.simple_gla import chunk_simple_gla
 
+    fla.ops.common.chunk_o.TRITON_ABOVE_3_7_1 = True  # its backward refuses this Triton on Hopper: times only
     decay = torch.nn.functional.logsigmoid(normal(B, T, H, dtype=torch.float32) + 4).requires_grad_()
-    return lambda: chunk_simple_gla(q, k, v, decay, scale=1.0)[0], [q, k, v, decay]
+    return lambda: chunk_simple_gla(q, k, v, decay, scale=1.0, cu_seqlens=bounds)[0], [q, k, v, decay]
 
 
 def worker(work: str, shape_name: str, folder: Path) -> None:
@@ -101,12 +132,17 @@ def worker(work: str, shape_name: str, folder: Path) -> None:
             torch.cuda.synchronize()
         kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
         result[f"{what}, GPU ms"] = sum(e.self_device_time_total for e in kernels) / 5e3
+        result[f"{what}, kernels"] = {
+            e.key[:60]: [round(e.self_device_time_total / 5e3, 4), e.count / 5]
+            for e in sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
+            if e.self_device_time_total > 0
+        }
     (folder / f"{name}.json").write_text(json.dumps(result))
 
 
-def floor_ms(shape: tuple[int, int, int, int]) -> float:
+def floor_ms(shape: Shape) -> float:
     """Time to read q, k, v, gain and ridge and to write the output once, forward."""
-    B, T, H, K = shape
+    B, T, H, K, _ = shape
     return B * T * H * (4 * 2 * K + 8) / COPY_BYTES_PER_SECOND * 1e3
 
 
@@ -120,7 +156,7 @@ def main() -> None:
     if arguments.worker:
         worker(*arguments.worker[:2], Path(arguments.worker[2]))
         return
-    rows = []
+    rows, kernels = [], {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         running = {
@@ -136,25 +172,23 @@ def main() -> None:
         while waiting and time.monotonic() < deadline:
             waiting = {n for n in waiting if not (folder / f"{n}.ready").exists() and running[n].poll() is None}
             time.sleep(0.2)
+        for item in waiting:  # nothing else may use the device from here on
+            running[item].kill()
         for item, process in running.items():
             work, shape = item.split("@")
-            if (folder / f"{item}.ready").exists():
+            if item not in waiting and (folder / f"{item}.ready").exists():
                 (folder / f"{item}.go").touch()
                 process.wait()
             process.kill()
             result = folder / f"{item}.json"
             if result.exists():
-                rows.append(
-                    {
-                        "shape": shape,
-                        "work": work,
-                        "floor, ms": floor_ms(SHAPES[shape]),
-                        **json.loads(result.read_text()),
-                    }
-                )
+                row = {"shape": shape, "work": work, "floor, ms": floor_ms(SHAPES[shape])}
+                row |= json.loads(result.read_text())
+                kernels[item] = {what: row.pop(f"{what}, kernels") for what in ("forward", "both")}
+                rows.append(row)
             else:
                 print(f"{item} was not measured: {(folder / f'{item}.log').read_text()[-600:]}")
-    report("scalar_rules", "B x T x H x K, bfloat16; floor: bytes of the forward at 4.3 TB/s", rows)
+    report("scalar_rules", "B x T x H x K, bfloat16; floor: bytes of the forward at 4.3 TB/s", rows, kernels=kernels)
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def gradients(result, leaves, seed=2):
     total = 0
     for t in (result.output, *(result.final_state or ())):
         if t is not None and t.requires_grad:
-            total = total + (t * torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype)).sum()
+            total = total + (t * torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)).sum()
     grads = torch.autograd.grad(total, leaves, allow_unused=True)
     return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=True)]
 

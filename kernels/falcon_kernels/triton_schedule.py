@@ -24,7 +24,7 @@ RIDGE = {"none": 0, "direct": 1, "scale_coupled": 2}
 
 
 @triton.jit
-def _there(
+def pair_exists(
     place, count, previous_valid, tail_valid, sequence, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr
 ):
     """Whether the pairs `place` [R] exist."""
@@ -38,13 +38,13 @@ def _there(
 
 
 @triton.jit
-def _window_size(
+def window_size(
     place, count, previous_valid, tail_valid, sequence, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr
 ):
     """Pairs in the windows of the tokens `place` [R], at least 1."""
     size = place * 0
     for d in tl.static_range(W):
-        size += _there(place - d, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED).to(tl.int32)
+        size += pair_exists(place - d, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED).to(tl.int32)
     return tl.maximum(size, 1).to(tl.float32)
 
 
@@ -112,18 +112,18 @@ def _forward(
     stored = place < count
     if MASKED:
         count = tl.load(lengths + sequence).to(tl.int32)
-    there = _there(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    there = pair_exists(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
     x = x_rows(k, previous, tail, sequence, low, place, head, heads, K, W, SHIFT, CARRIED)
     statistic = _norms(x, there, C, K, BK)
     if W > 1:
         apart = place[:, None] - place[None, :]
         statistic = tl.sum(tl.where((apart >= 0) & (apart < W), statistic[None, :], 0.0), 1)
         pair = start - LOOKBACK + tl.arange(0, LOOKBACK)
-        before = _there(pair, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED) & (pair > start - W)
+        before = pair_exists(pair, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED) & (pair > start - W)
         x = x_rows(k, previous, tail, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED)
         old = _norms(x, before, LOOKBACK, K, BK)
         statistic += tl.sum(tl.where(place[:, None] - pair[None, :] < W, old[None, :], 0.0), 1)
-    size = _window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    size = window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
     statistic = statistic / size
     token = (low + place) * heads + head
     active = there & stored
@@ -142,27 +142,14 @@ def _forward(
 
 
 @triton.jit
-def _token_gradients(
-    place, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count, head,
-    heads, tokens, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, RUNNING: tl.constexpr,
-    RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
-    FLOOR: tl.constexpr,
+def step_gradients(
+    beta, base, statistic, grad_eta, grad_decay, active, RIDGE: tl.constexpr, DIRECT: tl.constexpr,
+    CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of gain, of ridge, and of the window's sum of squared norms, for the tokens `place` [R]; else 0."""
-    active = (place >= 0) & _there(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    token = (low + place) * heads + head
-    number = _number(low, place, head, heads, tokens, RUNNING)
-    size = _window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
-    base = beta * 0.0
-    if RIDGE > 0:
-        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
-    statistic = tl.load(energy + number, mask=active, other=0.0)
+    """Gradients of gain, ridge and energy from those of step size and log decay, 0 where not `active`."""
     eta, used, safe, possible = _step_size(beta, base, statistic, active, RIDGE, DIRECT, CAPPED, EPSILON)
-
-    grad_eta = tl.load(grad_weight + number, mask=active, other=0.0) / size
     alpha = eta * used
-    grad_alpha = -tl.load(grad_log_decay + number, mask=active, other=0.0) / (1.0 - tl.minimum(alpha, 1.0 - FLOOR))
+    grad_alpha = -grad_decay / (1.0 - tl.minimum(alpha, 1.0 - FLOOR))
     grad_alpha = tl.where(alpha <= 1.0 - FLOOR, grad_alpha, 0.0)  # none through the clamp
     grad_used = grad_alpha * eta
     grad_eta = tl.where(active & possible, grad_eta + grad_alpha * used, 0.0)
@@ -183,7 +170,32 @@ def _token_gradients(
         grad_ridge = grad_used * statistic
         if not DETACH:
             grad_energy += grad_used * base
-    return grad_gain, tl.where(active, grad_ridge, 0.0), tl.where(active, grad_energy / size, 0.0)
+    return tl.where(active, grad_gain, 0.0), tl.where(active, grad_ridge, 0.0), tl.where(active, grad_energy, 0.0)
+
+
+@triton.jit
+def _token_gradients(
+    place, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count, head,
+    heads, tokens, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, RUNNING: tl.constexpr,
+    RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
+    FLOOR: tl.constexpr,
+):  # fmt: skip
+    """Gradients of gain, of ridge, and of the window's sum of squared norms, for the tokens `place` [R]; else 0."""
+    active = (place >= 0) & pair_exists(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    token = (low + place) * heads + head
+    number = _number(low, place, head, heads, tokens, RUNNING)
+    size = window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
+    base = beta * 0.0
+    if RIDGE > 0:
+        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
+    statistic = tl.load(energy + number, mask=active, other=0.0)
+    grad_eta = tl.load(grad_weight + number, mask=active, other=0.0) / size
+    grad_decay = tl.load(grad_log_decay + number, mask=active, other=0.0)
+    of_gain, of_ridge, of_energy = step_gradients(
+        beta, base, statistic, grad_eta, grad_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
+    )
+    return of_gain, of_ridge, of_energy / size
 
 
 @triton.jit
