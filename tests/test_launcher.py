@@ -1,6 +1,7 @@
 """Launches take Triton's own way once, and then reach the compiled kernel with the same arguments."""
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -9,11 +10,13 @@ from falcon_kernels.launcher import Launcher
 
 
 class Compiled:
+    function, packed_metadata = 11, (4, 1, 0)
+
     def __init__(self, calls):
         self.calls = calls
 
-    def __getitem__(self, grid):
-        return lambda *arguments: self.calls.append(("compiled", grid, arguments))
+    def run(self, *arguments):
+        self.calls.append(("compiled", *arguments))
 
 
 class Kernel:
@@ -33,18 +36,20 @@ class Kernel:
 @pytest.fixture(autouse=True)
 def _known(monkeypatch):
     monkeypatch.setattr(launcher, "KNOWN", True)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
 
 
 def test_the_second_launch_with_the_same_flags_reuses_the_first():
-    kernel = Kernel()
+    kernel, tensor = Kernel(), torch.zeros(2)
     launch = Launcher(kernel, (5, 2), {"SIZE": 8, "num_warps": 4}, ("FLAG",), aligned=True)
     for flag in (True, False, True):
-        launch(1, 2, flags=(flag,))
+        launch(tensor, None, flags=(flag,))
     constants = {"SIZE": 8, "num_warps": 4}
     assert kernel.calls == [
-        ("triton", (5, 2), (1, 2), constants | {"FLAG": True}),
-        ("triton", (5, 2), (1, 2), constants | {"FLAG": False}),
-        ("compiled", (5, 2, 1), (1, 2, 8, True)),
+        ("triton", (5, 2, 1), (tensor, None), constants | {"FLAG": True}),
+        ("triton", (5, 2, 1), (tensor, None), constants | {"FLAG": False}),
+        ("compiled", 5, 2, 1, 103, 11, (4, 1, 0), None, None, None, tensor.data_ptr(), None, 8, True),
     ]
 
 
@@ -55,4 +60,13 @@ def test_else_every_launch_is_tritons(why, monkeypatch):
     launch = Launcher(kernel, (5,), {"SIZE": 8, "FLAG": False}, aligned=why != "not aligned")
     for _ in range(2):
         launch(1, 2)
+    assert [call[0] for call in kernel.calls] == ["triton"] * 2
+
+
+def test_profilers_see_every_launch(monkeypatch):
+    kernel = Kernel()
+    launch = Launcher(kernel, (5,), {"SIZE": 8, "FLAG": False}, aligned=True)
+    launch(1, 2)
+    monkeypatch.setattr(launcher.triton.knobs.runtime, "launch_exit_hook", lambda metadata: None)
+    launch(1, 2)
     assert [call[0] for call in kernel.calls] == ["triton"] * 2

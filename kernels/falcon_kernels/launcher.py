@@ -7,32 +7,45 @@ multiples of 16 bytes if `aligned`; else every launch goes Triton's own way.
 
 from typing import Any
 
+import torch
 import triton
 
-# In these versions a compiled kernel takes all arguments of the kernel, constants included.
+# In these versions a compiled kernel is run with grid, stream, handle, metadata, two hooks, and all arguments, constants
+# included; a pointer may be an integer.
 KNOWN = (3, 6) <= tuple(int(n) for n in triton.__version__.split(".")[:2]) <= (3, 7)
+
+
+def _observed() -> bool:
+    """Whether a profiler hooks into Triton's launches."""
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 class Launcher:
     """One kernel on one grid. `flags` are constants that differ between launches, `constants` all others and options.
 
-    Constants follow the other arguments in the kernel's signature.
+    Constants follow the other arguments in the kernel's signature, each a tensor, an integer or None. Tensors lie on
+    the current device.
     """
 
     def __init__(self, kernel, grid: tuple[int, ...], constants: dict[str, Any], flags: tuple[str, ...] = (),
                  aligned: bool = False):  # fmt: skip
-        self.kernel, self.grid, self.constants, self.flags = kernel, grid, constants, flags
+        self.kernel, self.constants, self.flags = kernel, constants, flags
+        self.grid = (*grid, 1, 1)[:3]
         self.aligned = aligned and KNOWN
-        self.ready: dict[tuple, tuple] = {}  # by flags: the launch of a compiled kernel, and its constants in order
+        self.ready: dict[tuple, tuple] = {}  # by flags: a compiled kernel, and its constants in order
 
     def __call__(self, *arguments, flags: tuple = ()) -> None:
-        if flags in self.ready:
-            launch, constants = self.ready[flags]
-            launch(*arguments, *constants)
+        if flags in self.ready and not _observed():
+            compiled, constants = self.ready[flags]
+            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+            pointers = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in arguments]
+            compiled.run(
+                *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *constants
+            )
             return
         constants = self.constants | dict(zip(self.flags, flags, strict=True))
         compiled = self.kernel[self.grid](*arguments, **constants)
         if self.aligned and compiled is not None:  # the interpreter compiles nothing
             names = self.kernel.arg_names[len(arguments) :]
-            grid = (*self.grid, 1, 1)[:3]
-            self.ready[flags] = compiled[grid], tuple(constants[name] for name in names)
+            self.ready[flags] = compiled, tuple(constants[name] for name in names)
