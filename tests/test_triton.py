@@ -253,11 +253,11 @@ def op_arguments(rule, carried, packed=False, T=20):
 @pytest.mark.parametrize("name", ["falcon_1", "falcon_1a", "falcon_3a"])
 def test_custom_ops_keep_their_contract(name, carried, packed):
     arguments = op_arguments(Rule(name), carried, packed)
-    torch.library.opcheck(triton_attention.attention, arguments)
+    torch.library.opcheck(triton_attention.attention_op, arguments)
     tensors = [None if t is None else t.detach() for t in arguments[: triton_attention.TENSORS]]
     options = arguments[triton_attention.TENSORS :]
-    output, final, *kept = triton_attention.attention(*tensors, *options[:-1], True)
-    torch.library.opcheck(triton_attention.attention_backward, (output, final, *tensors, *kept, *options[:-2]))
+    output, final, *kept = triton_attention.attention_op(*tensors, *options[:-1], True)
+    torch.library.opcheck(triton_attention.attention_backward_op, (output, final, *tensors, *kept, *options[:-2]))
 
 
 def test_no_second_derivatives():

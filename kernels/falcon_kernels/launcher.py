@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 
-# In these versions a compiled kernel is run with grid, stream, handle, metadata, two hooks, and all arguments, constants
+# In these versions a compiled kernel is run with grid, stream, handle, metadata, hooks, and all arguments, constants
 # included; a pointer may be an integer.
 KNOWN = (3, 6) <= tuple(int(n) for n in triton.__version__.split(".")[:2]) <= (3, 7)
 

@@ -8,11 +8,10 @@ import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import launch
+from . import launch, triton_attention
 from .compaction import compaction
 from .rule import Rule
 from .state import FalconState
-from .triton_attention import attention as attention_op
 from .triton_schedule import RIDGE
 
 RULES = ("falcon_1", "falcon_1a", "falcon_3a")
@@ -62,10 +61,10 @@ def attention(
         if state is not None:
             memory = torch.cat([memory, state.normalizer.float()[..., None]], -1)
             tail_v = None if tail_v is None else pad(tail_v, (0, 1), value=1)
-    output, memory, *_ = attention_op(
+    output, memory = triton_attention.attention(
         q, k, values, gain, ridge, memory, previous_key, previous_valid, tail_x, tail_v, tail_valid, lengths,
         cu_seqlens, rule.window, rule.shifted, RIDGE[rule.ridge], rule.step_size == "direct", rule.residual,
-        rule.detach_energy, rule.epsilon, rule.decay_floor, rule.timing == "read_before_write", final_state, False,
+        rule.detach_energy, rule.epsilon, rule.decay_floor, rule.timing == "read_before_write", final_state,
     )  # fmt: skip
     if rule.normalized_read:
         output = (output[..., :-1].float() / (output[..., -1:].float() + rule.read_epsilon)).to(v.dtype)

@@ -1,12 +1,12 @@
 """`falcon_kernels::attention` and its backward: the schedule and one core behind one op, of tensors and scalars.
 
-Both are registered with the dispatcher itself and an ordinary autograd function: a third of the host's time of
-`torch.library.custom_op`, and the host sets the pace of small batches. All that follows from shapes and options is
-worked out once and kept.
+The host sets the pace of small batches. So both are registered with the dispatcher itself and an ordinary autograd
+function, a third of the host's time of `torch.library.custom_op`; plain tensors, which nobody traces or transforms, go
+to the same functions past the dispatcher; and all that follows from shapes and options is worked out once and kept.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 
 import torch
 import triton
@@ -35,8 +35,8 @@ LIBRARY.define(
     f"attention_backward(Tensor? grad_output, Tensor? grad_final, {GIVEN}, Tensor weight, Tensor log_decay, "
     f"Tensor energy, Tensor states, Tensor residuals, {OPTIONS}) -> Tensor[]"
 )
-attention = getattr(torch.ops, NAMESPACE).attention.default
-attention_backward = getattr(torch.ops, NAMESPACE).attention_backward.default
+attention_op = getattr(torch.ops, NAMESPACE).attention.default
+attention_backward_op = getattr(torch.ops, NAMESPACE).attention_backward.default
 
 
 class Plan:
@@ -85,8 +85,26 @@ def _contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if t is None else t.contiguous() for t in tensors]
 
 
-def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The op; its arguments as in `GIVEN` and `OPTIONS`, then `final` and `keep`.
+def _on_its_device(place: int) -> Callable:
+    """A decorator that makes the device of argument number `place` current, which is where Triton launches."""
+
+    def decorate(run):
+        @wraps(run)
+        def guarded(*arguments):
+            tensor = arguments[place]
+            if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
+                return run(*arguments)
+            with torch.cuda.device_of(tensor):
+                return run(*arguments)
+
+        return guarded
+
+    return decorate
+
+
+@_on_its_device(0)
+def _forward(*arguments) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """What the op returns, None for what is not wanted; arguments as in `GIVEN` and `OPTIONS`, then `final` and `keep`.
 
     Args:
         q, k: [B, T, H, K]; v: [B, T, H, V]; gain, ridge: [B, T, H].
@@ -96,7 +114,7 @@ def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
             bool; 0 where not valid.
         lengths: [B] int64 tokens of each row, the rest of which does nothing; cu_seqlens: [S + 1].
         ridge_mode: a value of `triton_schedule.RIDGE`; direct: gain is the step size; before: read before the write.
-        final, keep: whether the final memory, and what the backward of falcon_1 needs, are wanted; else they are empty.
+        final, keep: whether the final memory, and what the backward of falcon_1 needs, are wanted.
     """
     tensors, final, keep = _contiguous(arguments[:TENSORS]), arguments[-2], arguments[-1]
     q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = tensors
@@ -112,8 +130,7 @@ def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
         )
     else:
         triton_additive.forward(plan.core, tables, q, k, v, weight, log_decay, memory, before, output, final_memory)
-    found = (output, final_memory, weight, log_decay, energy, states, residuals)
-    return tuple(v.new_empty(0) if t is None else t for t in found)  # type: ignore[return-value]
+    return output, final_memory, weight, log_decay, energy, states, residuals
 
 
 def _fake(*arguments):
@@ -132,6 +149,7 @@ def _fake(*arguments):
     return v.new_empty(v.shape), memory, *three, states, residuals
 
 
+@_on_its_device(2)
 def _backward(grad_output: Tensor | None, grad_final: Tensor | None, *arguments) -> list[Tensor]:
     """Gradients of what is given among `DIFFERENTIABLE`, in that order; after the arguments, what `_forward` kept."""
     tensors, kept = _contiguous(arguments[:TENSORS]), arguments[TENSORS : TENSORS + 5]
@@ -172,12 +190,16 @@ def _fake_backward(grad_output, grad_final, *arguments):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *arguments):
-        with torch._C._AutoDispatchBelowAutograd():
-            found = attention(*arguments[:-1], True)
+    def forward(ctx, plain, *arguments):
+        if plain:
+            found = _forward(*arguments[:-1], True)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                found = attention_op(*arguments[:-1], True)
         ctx.save_for_backward(*arguments[:TENSORS], *found[2:])
         ctx.options = arguments[TENSORS:-2]
-        ctx.mark_non_differentiable(*found[2:])
+        ctx.run = _backward if plain else attention_backward_op
+        ctx.mark_non_differentiable(*(t for t in found[2:] if t is not None))
         ctx.set_materialize_grads(False)
         return found
 
@@ -186,38 +208,48 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("falcon_attention with impl='triton' has no second derivatives; use impl='torch'.")
         saved = ctx.saved_tensors
-        grads = iter(attention_backward(grad_output, grad_final, *saved, *ctx.options))
+        grads = iter(ctx.run(grad_output, grad_final, *saved, *ctx.options))
         result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         for i in DIFFERENTIABLE:
             if saved[i] is not None:
-                result[i] = next(grads)
+                result[i + 1] = next(grads)
         return tuple(result)
 
 
+def _with_gradients(arguments) -> bool:
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+
+
+def attention(*arguments) -> tuple[Tensor, Tensor | None]:
+    """Output and, where `final`, memory; arguments as in `_forward` without `keep`."""
+    arguments = (*arguments, False)
+    if torch.compiler.is_compiling() or not _plain(arguments[0]):
+        return attention_op(*arguments)[:2]
+    run = partial(_Attention.apply, True) if _with_gradients(arguments) else _forward
+    return run(*arguments)[:2]
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether nothing stands between a call and its kernels: no subclass, tracing, or transform."""
+    known = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
+    return known and not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None
+
+
 def _autograd(*arguments):
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-        return _Attention.apply(*arguments)
+    if _with_gradients(arguments):
+        return _Attention.apply(False, *arguments)
     with torch._C._AutoDispatchBelowAutograd():
-        return attention(*arguments)
+        return attention_op(*arguments)
 
 
-def _on_its_device(run: Callable, place: int) -> Callable:
-    """`run` with the device of its argument number `place` current, which is where Triton launches."""
-
-    @wraps(run)
-    def guarded(*arguments):
-        tensor = arguments[place]
-        if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
-            return run(*arguments)
-        with torch.cuda.device_of(tensor):
-            return run(*arguments)
-
-    return guarded
+def _op(*arguments):
+    """`_forward` for the dispatcher, which knows no absent results."""
+    return tuple(arguments[0].new_empty(0) if t is None else t for t in _forward(*arguments))
 
 
 for _device in ("CPU", "CUDA"):
-    LIBRARY.impl("attention", _on_its_device(_forward, 0), _device)
-    LIBRARY.impl("attention_backward", _on_its_device(_backward, 2), _device)
+    LIBRARY.impl("attention", _op, _device)
+    LIBRARY.impl("attention_backward", _backward, _device)
 LIBRARY.impl("attention", _autograd, "Autograd")
 torch.library.register_fake(f"{NAMESPACE}::attention", _fake, lib=LIBRARY)
 torch.library.register_fake(f"{NAMESPACE}::attention_backward", _fake_backward, lib=LIBRARY)
