@@ -140,6 +140,7 @@ def sweep(copy: float) -> None:
     for launch in SWEEP:
         triton_step.LAUNCHES |= {(capability, sliding): launch for sliding in (False, True)}
         triton_step.launch.cache_clear()
+        triton_step.launcher.cache_clear()
         for name in ("falcon_1", "falcon_2a", "falcon_3", "falcon_3a"):
             rule = Rule(name)
             if (off := worst_error(rule, 3, 16, 128)) > 5e-3:

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from . import launch, triton_additive, triton_regression, triton_schedule
-from .triton_layout import NAMESPACE, NO_TABLES, Layout
+from .triton_layout import NAMESPACE, NO_TABLES, Layout, is_plain
 from .triton_schedule import Before
 
 GIVEN = (
@@ -223,16 +223,10 @@ def _with_gradients(arguments) -> bool:
 def attention(*arguments) -> tuple[Tensor, Tensor | None]:
     """Output and, where `final`, memory; arguments as in `_forward` without `keep`."""
     arguments = (*arguments, False)
-    if torch.compiler.is_compiling() or not _plain(arguments[0]):
+    if torch.compiler.is_compiling() or not is_plain(arguments[0]):
         return attention_op(*arguments)[:2]
     run = partial(_Attention.apply, True) if _with_gradients(arguments) else _forward
     return run(*arguments)[:2]
-
-
-def _plain(tensor: Tensor) -> bool:
-    """Whether nothing stands between a call and its kernels: no subclass, tracing, or transform."""
-    known = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
-    return known and not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def _autograd(*arguments):

@@ -56,6 +56,12 @@ class Tables(NamedTuple):
 NO_TABLES = Tables()
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether nothing stands between a call and its kernels: no subclass, tracing, or transform."""
+    known = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
+    return known and not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None
+
+
 @triton.jit
 def span(sequence, bounds, length, PACKED: tl.constexpr):
     """First token, int64, and number of tokens of a sequence, int32."""

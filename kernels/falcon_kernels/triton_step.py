@@ -18,8 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from . import reference
+from .launcher import Launcher
 from .rule import RULES, Rule
 from .state import FalconState
+from .triton_layout import is_plain
 
 LARGEST_HEADS = 127  # what fits into seven bits, see _update_flags
 
@@ -61,7 +63,8 @@ def step(
         output, after = reference.step(q, k, v, gain, ridge, state, rule, mask)
         state.copy_(after)
         return output
-    return operator(
+    run = operator if torch.compiler.is_compiling() or not is_plain(q) else _launch
+    return run(
         q, k, v, gain, ridge, mask, *state,
         rule.name, rule.window, rule.alignment, rule.timing, rule.step_size, rule.ridge, rule.smoothness or "trace",
         rule.normalized_read, rule.epsilon, rule.decay_floor, rule.read_epsilon,
@@ -95,30 +98,41 @@ def _fake(q, k, v, *rest):
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-@torch.library.impl("falcon_kernels::step", ("cpu", "cuda"))
 def _launch(
     q, k, v, gain, ridge, mask, memory, previous_key, previous_valid, tail_x, tail_v, tail_valid, normalizer,
     name, window, alignment, timing, step_size, ridge_kind, smoothness, normalized_read,
     epsilon, decay_floor, read_epsilon,
 ):  # fmt: skip
-    B, H, K = q.shape
-    V = v.shape[-1]
+    H, V = v.shape[1:]
     output = torch.empty_like(v, memory_format=torch.contiguous_format)
     if output.numel() == 0:
         return output
     q, k, v, gain, ridge, mask = (None if t is None else t.contiguous() for t in (q, k, v, gain, ridge, mask))
-    columns, warps, registers = cut(K, V, launch(q.device, window > 1))
+    tensors = q, k, v, gain, ridge, mask, memory, previous_key, previous_valid, tail_x, tail_v, tail_valid, normalizer
+    rule = (name, window, alignment, timing, step_size, ridge_kind, smoothness, normalized_read)
+    dtypes = tuple(None if t is None else t.dtype for t in tensors)
+    aligned = all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
     with _on(q.device):
-        step_kernel[(B * H,)](
-            q, k, v, gain, ridge, mask, memory,
-            previous_key, previous_valid, tail_x, tail_v, tail_valid, normalizer, output,
-            H, epsilon, 1 - decay_floor, read_epsilon,
-            K=K, V=V, MASKED=mask is not None, BK=triton.next_power_of_2(K), BV=columns,
-            COPIES=copies(window, warps),
-            **constants(name, window, alignment, timing, step_size, ridge_kind, smoothness, normalized_read),
-            num_warps=warps, maxnreg=registers,
-        )  # fmt: skip
+        launcher(q.shape, V, dtypes, q.device, rule, aligned)(
+            *tensors, output, H, epsilon, 1 - decay_floor, read_epsilon
+        )
     return output
+
+
+torch.library.impl("falcon_kernels::step", ("cpu", "cuda"))(_launch)
+
+
+@lru_cache(maxsize=1024)
+def launcher(shape: torch.Size, V: int, dtypes: tuple, device: torch.device, rule: tuple, aligned: bool) -> Launcher:
+    """The kernel for tensors of these shapes and dtypes; `rule` is what `constants` takes."""
+    B, H, K = shape
+    window = rule[1]
+    columns, warps, registers = cut(K, V, launch(device, window > 1))
+    sizes = {
+        "K": K, "V": V, "MASKED": dtypes[5] is not None, "BK": triton.next_power_of_2(K), "BV": columns,
+        "COPIES": copies(window, warps), "num_warps": warps, "maxnreg": registers,
+    }  # fmt: skip
+    return Launcher(step_kernel, (B * H,), sizes | constants(*rule), aligned=aligned)
 
 
 @lru_cache
@@ -141,7 +155,8 @@ def constants(name, window, alignment, timing, step_size, ridge_kind, smoothness
 
 def _on(device: torch.device):
     """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    away = device.type == "cuda" and device.index != torch._C._cuda_getDevice()
+    return torch.cuda.device(device) if away else nullcontext()
 
 
 @lru_cache
