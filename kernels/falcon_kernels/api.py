@@ -28,6 +28,36 @@ if find_spec("triton") is not None:
     IMPLEMENTATIONS["triton"] = _triton_attention
 
 
+@torch.compiler.assume_constant_result
+def _has_triton() -> bool:
+    """Whether the Triton kernels can be imported; a Triton that is too old for them counts as none."""
+    if "triton" not in IMPLEMENTATIONS:
+        return False
+    try:
+        from . import triton_api, triton_step  # noqa: F401
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _best_attention(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> str:
+    """`triton` where its kernels take the call, else `torch`."""
+    if q.device.type != "cuda" or not _has_triton():
+        return "torch"
+    from . import triton_api
+
+    return "torch" if triton_api.refusal(q, k, v, rule) else "triton"
+
+
+def _best_step(q: Tensor) -> str:
+    """`triton` where its kernel runs, else `reference`."""
+    if q.device.type != "cuda" or not _has_triton():
+        return "reference"
+    from . import triton_device
+
+    return "reference" if triton_device.refusal(q.device) else "triton"
+
+
 class FalconOutput(NamedTuple):
     output: Tensor  # [B, T, H, V]
     final_state: FalconState | None
@@ -61,8 +91,9 @@ def falcon_attention(
         mask: [B, T] bool, False where there is no token. The result is that of the row without those places, with 0
             in them.
         cu_seqlens: [N + 1] integers from 0 to T, the bounds of N documents packed into one row (B = 1).
-        impl: `reference` (a loop over tokens) or `torch` (chunks), the default. Where Triton is installed, `triton`
-            has GPU kernels for `falcon_1`, `falcon_1a` and `falcon_3a` that are experimental (kernels/README.md).
+        impl: `reference` (a loop over tokens), `torch` (chunks) or `triton` (GPU kernels). By default `triton` where
+            its kernels take the call: on NVIDIA GPUs with Triton, for `falcon_1`, `falcon_1a` and `falcon_3a` in
+            float32, bfloat16 or float16 (kernels/README.md has the limits); elsewhere `torch`.
 
     Returns:
         `output` [B, T, H, V] in the dtype of v, and `final_state` or None.
@@ -85,7 +116,7 @@ def falcon_attention(
     if initial_state is not None:
         check_state(initial_state, rule, rows, *k.shape[2:], v.shape[-1])
     if impl is None:
-        impl = "torch"
+        impl = _best_attention(q, k, v, rule)
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(IMPLEMENTATIONS)}.")
     options: dict[str, Any] = {"mask": mask, "cu_seqlens": cu_seqlens}
@@ -117,7 +148,8 @@ def falcon_step(
         q, k: [B, H, K]; v: [B, H, V]; gain: [B, H] or [B, H, V]; ridge: [B, H] or None, as in `falcon_attention`.
         state: the state to update.
         mask: [B] bool, False where the row has no token.
-        impl: `reference`, the default, or `triton`, one kernel launch, experimental (kernels/README.md).
+        impl: `reference` or `triton` (one kernel launch, all six rules). By default `triton` on NVIDIA GPUs with
+            Triton, elsewhere `reference`.
 
     Returns:
         output [B, H, V] in the dtype of v, and `state` itself.
@@ -130,7 +162,9 @@ def falcon_step(
     check_state(state, rule, q.shape[0], *k.shape[1:], v.shape[-1])
     if mask is not None:
         _check("mask", mask, q.shape[:1], "[B]")
-    if impl not in (None, "reference", "triton"):
+    if impl is None:
+        impl = _best_step(q)
+    if impl not in ("reference", "triton"):
         raise ValueError(f"impl is {impl!r}; it must be one of reference, triton.")
     if impl == "triton":
         from . import triton_step

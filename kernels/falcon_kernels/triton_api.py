@@ -4,19 +4,18 @@ Write features are never copied: kernels read the key one token earlier.
 """
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import launch, triton_attention
+from . import launch, triton_attention, triton_device
 from .compaction import compaction
 from .rule import Rule
 from .state import FalconState
 from .triton_schedule import RIDGE
 
 RULES = ("falcon_1", "falcon_1a", "falcon_3a")
+LARGEST_WIDTH = 256
 LARGEST_RESIDUAL_WIDTH = 128  # at 256, bfloat16 results on an H200 were wrong
-INTERPRETED = triton.knobs.runtime.interpret
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -33,7 +32,8 @@ def attention(
     final_state: bool = True,
 ) -> tuple[Tensor, FalconState | None]:
     """Arguments and results as in `falcon_attention`; a fresh state is None and costs nothing."""
-    _check(q, k, v, rule)
+    if (sentence := refusal(q, k, v, rule)) is not None:
+        raise ValueError(sentence)
     if q.shape[1] == 0:
         return v, _fresh(k, v, rule, cu_seqlens) if state is None and final_state else state
     lengths = compact = None
@@ -74,8 +74,8 @@ def attention(
         return output, None
     after = _after(k, v, state, rule, lengths, cu_seqlens)
     if rule.normalized_read:
-        after = after._replace(normalizer=memory[..., -1])
-        memory = memory[..., :-1]
+        after = after._replace(normalizer=memory[..., -1].contiguous())
+        memory = memory[..., :-1].contiguous()  # as one token's kernel takes it
     return output, after._replace(memory=memory)
 
 
@@ -140,23 +140,21 @@ def _after(
     return after
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> None:
+def refusal(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> str | None:
+    """Why the kernels do not take a call, in one sentence, or None where they do."""
     if rule.name not in RULES:
-        raise ValueError(f"rule is {rule.name}; with impl='triton' it must be one of {', '.join(RULES)}.")
-    if rule.residual and max(q.shape[-1], v.shape[-1]) > LARGEST_RESIDUAL_WIDTH:
-        raise ValueError(
-            f"q and v are {q.shape[-1]} and {v.shape[-1]} wide; with impl='triton' {rule.name} takes at most "
-            f"{LARGEST_RESIDUAL_WIDTH}."
+        return f"rule is {rule.name}; with impl='triton' it must be one of {', '.join(RULES)}."
+    widest = LARGEST_RESIDUAL_WIDTH if rule.residual else LARGEST_WIDTH
+    if max(q.shape[-1], v.shape[-1]) > widest:
+        return (
+            f"q and v are {q.shape[-1]} and {v.shape[-1]} wide; with impl='triton' {rule.name} takes at most {widest}."
         )
     if rule.window > launch.LARGEST_WINDOW:
-        raise ValueError(
-            f"rule.window is {rule.window}; with impl='triton' it must be at most {launch.LARGEST_WINDOW}."
-        )
+        return f"rule.window is {rule.window}; with impl='triton' it must be at most {launch.LARGEST_WINDOW}."
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
-            raise ValueError(
+            return (
                 f"{name} has dtype {tensor.dtype}; with impl='triton' q, k and v must all be "
                 "float32, bfloat16 or float16."
             )
-    if q.device.type == "cpu" and not INTERPRETED:
-        raise ValueError("q is on the CPU; with impl='triton' it must be on a GPU, or Triton's interpreter must be on.")
+    return triton_device.refusal(q.device)

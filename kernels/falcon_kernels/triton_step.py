@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import reference
+from . import reference, triton_device
 from .launcher import Launcher
 from .rule import RULES, Rule
 from .state import FalconState
@@ -57,8 +57,8 @@ def step(
     What the kernel does not take (float64, a state with gaps between its elements, more than 127 heads) goes through
     the reference.
     """
-    if q.device.type != "cuda" and isinstance(step_kernel, triton.JITFunction):
-        raise ValueError(f"impl is 'triton', but q is on {q.device}; the Triton kernels need a CUDA device.")
+    if (sentence := triton_device.refusal(q.device)) is not None:
+        raise ValueError(sentence)
     if not _supported((q, k, v, gain, ridge), state):
         output, after = reference.step(q, k, v, gain, ridge, state, rule, mask)
         state.copy_(after)

@@ -1,0 +1,34 @@
+"""Where the Triton kernels run."""
+
+from functools import cache
+
+import torch
+import triton
+
+INTERPRETED = triton.knobs.runtime.interpret
+OLDEST_CARD = (8, 0)
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why the kernels do not run on a device, in one sentence, or None where they do."""
+    if device.type == "cuda":
+        return _refusal_of_card(-1 if device.index is None else device.index)
+    if device.type == "cpu" and INTERPRETED:
+        return None
+    return f"q is on {device}; with impl='triton' it must be on an NVIDIA GPU, or Triton's interpreter must be on."
+
+
+@torch.compiler.assume_constant_result
+def _refusal_of_card(index: int) -> str | None:
+    return _asked_once(index)
+
+
+@cache
+def _asked_once(index: int) -> str | None:
+    if torch.version.hip:
+        return "q is on an AMD GPU; with impl='triton' it must be on an NVIDIA one."
+    found = torch.cuda.get_device_capability(None if index < 0 else index)
+    if found >= OLDEST_CARD:
+        return None
+    have, least = (".".join(map(str, version)) for version in (found, OLDEST_CARD))
+    return f"q is on a GPU of compute capability {have}; with impl='triton' it must be at least {least}."
