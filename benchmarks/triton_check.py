@@ -4,9 +4,9 @@
 
 Calls that share compiled kernels form a group; processes take groups in turn, since compiling is most of the work.
 Truth is `impl="torch"` in float64, which tests hold to the recurrence. Memory that kernels have to fill holds NaN
-before they do. A second run must give the same bits; whether a row gives the same bits alone as in its batch is only reported.
-With the package flash-linear-attention, its gated delta rule, delta rule and simple linear attention are compared too.
-Exits with 1 where anything is wrong. `--only` takes groups whose name has all the words.
+before they do. A second run must give the same bits; whether a row gives the same bits alone as in its batch is only
+reported. With the package flash-linear-attention, its gated delta rule, delta rule and simple linear attention are
+compared too. Exits with 1 where anything is wrong. `--only` takes groups whose name has all the words.
 """
 
 import argparse
@@ -459,8 +459,8 @@ def summary(title: str, seconds: float, rows: list[dict[str, Any]]) -> dict[str,
     """The worst of a group's cases."""
 
     def worst(gradients: bool) -> str:
-        found = [(e, n, r["case"]) for r in rows for n, e in r["errors"].items() if n.startswith("d") == gradients]
-        return "{:.1e} {}, {}".format(*max(found)) if found else "-"
+        found = [(e, n) for r in rows for n, e in r["errors"].items() if n.startswith("d") == gradients]
+        return "{:.1e} {}".format(*max(found)) if found else "-"
 
     alone = [r["alone"] for r in rows if r["alone"] is not None]
     wrong = sum(len(r["wrong"]) for r in rows)
@@ -485,6 +485,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.worker:
         return worker(Path(arguments.worker[0]), arguments.worker[1:])
+    if not sys.stdout.isatty():
+        os.environ.setdefault("COLUMNS", "140")  # of the table
     begun = time.perf_counter()
     titles = [title for title in groups() if set(arguments.only) <= set(title.split())]
     if not titles:
