@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -269,7 +270,17 @@ def check_group(group: Group) -> list[dict[str, Any]]:
     sentence = triton_api.refusal(nothing[0], nothing[0], nothing[1], Rule(group.rule))
     if sentence is not None:
         return [failure(group.title, sentence, wrong=[])]
-    return [check(group, case) for case in cases(group)]
+    return [attempt(case.title, lambda case=case: [check(group, case)])[0] for case in cases(group)]
+
+
+def attempt(title: str, run: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What `run` returns, or a failure in its place."""
+    try:
+        return run()
+    except Exception as problem:
+        last = traceback.extract_tb(problem.__traceback__)[-1]
+        why = f"{type(problem).__name__} at {Path(last.filename).name}:{last.lineno}: {problem}"[:500]
+        return [failure(title, why, wrong=[why])]
 
 
 def failure(case: str, why: str, wrong: list[str]) -> dict[str, Any]:
@@ -404,12 +415,7 @@ def worker(folder: Path, titles: list[str]) -> int:
         except FileExistsError:
             continue
         begun = time.perf_counter()
-        try:
-            rows = run(title)
-        except Exception as problem:
-            last = traceback.extract_tb(problem.__traceback__)[-1]
-            why = f"{type(problem).__name__} at {Path(last.filename).name}:{last.lineno}: {problem}"[:500]
-            rows = [failure("raised", why, wrong=[why])]
+        rows = attempt("all", lambda title=title: run(title))
         result = {"seconds": time.perf_counter() - begun, "rows": rows}
         (folder / f"{number}.json").write_text(json.dumps(result))
         try:

@@ -28,7 +28,6 @@ if find_spec("triton") is not None:
     IMPLEMENTATIONS["triton"] = _triton_attention
 
 
-@torch.compiler.assume_constant_result
 def _has_triton() -> bool:
     """Whether the Triton kernels can be imported; a Triton that is too old for them counts as none."""
     if "triton" not in IMPLEMENTATIONS:

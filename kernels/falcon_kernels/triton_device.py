@@ -18,9 +18,12 @@ def refusal(device: torch.device) -> str | None:
     return f"q is on {device}; with impl='triton' it must be on an NVIDIA GPU, or Triton's interpreter must be on."
 
 
-@torch.compiler.assume_constant_result
 def _refusal_of_card(index: int) -> str | None:
     return _asked_once(index)
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler.
+_refusal_of_card._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
