@@ -289,3 +289,12 @@ def test_bundled_checkpoint_continues_a_sentence(call, tmp_path, monkeypatch):
     assert len(words) >= 6
     assert {"a", "an", "and", "is", "of", "that", "the", "to"} & set(words)
     assert call("info")[0] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_writes_on_a_gpu_what_it_writes_on_the_cpu(call):
+    options = (PROMPT, "--greedy", "-n", 24, "--dtype", "float32")
+    on_gpu, on_cpu = (call("generate", *options, "--device", device) for device in ("cuda", "cpu"))
+    assert on_gpu[0] == 0, on_gpu[2]
+    assert on_gpu[1] == on_cpu[1]

@@ -283,7 +283,6 @@ def test_compiles_for_the_card():
 
 
 @pytest.mark.gpu
-@pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize(
     ("dtype", "K", "V"),
@@ -306,7 +305,6 @@ def test_on_the_card(name, dtype, K, V):
     compare(make_inputs(rule, B=9, T=12, H=12, K=K, V=V), rule, state, mask, dtype, bound)
 
 
-@pytest.mark.gpu
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("name", RULES)

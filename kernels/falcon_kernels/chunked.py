@@ -303,7 +303,8 @@ def _without_ones(output: Tensor, state: FalconState, rule: Rule) -> tuple[Tenso
     channels = output.shape[-1] // 2 if rule.per_channel else output.shape[-1] - 1
     output = output[..., :channels] / (output[..., channels:] + rule.read_epsilon)
     memory, normalizer = state.memory[..., :channels], state.memory[..., channels:]
-    return output, state._replace(memory=memory, normalizer=normalizer if rule.per_channel else normalizer[..., 0])
+    normalizer = normalizer if rule.per_channel else normalizer[..., 0]
+    return output, state._replace(memory=memory.contiguous(), normalizer=normalizer.contiguous())
 
 
 def _chunk_length(rule: Rule, length: int) -> int:

@@ -34,7 +34,7 @@ def attention(
     """Arguments and results as in `falcon_attention`; a fresh state is None and costs nothing."""
     if (sentence := refusal(q, k, v, rule)) is not None:
         raise ValueError(sentence)
-    if q.shape[1] == 0:
+    if 0 in q.shape[:3]:
         return v, _fresh(k, v, rule, cu_seqlens) if state is None and final_state else state
     lengths = compact = None
     if mask is not None:
