@@ -15,13 +15,14 @@ SIZES = {"B": 2, "T": 100, "H": 2, "K": 64, "V": 64}
 
 
 def on_gpu(tensors, dtype=torch.float32, requires_grad=False):
-    """Inputs or a state in this dtype; gain, ridge, memory and normalizer in float32."""
+    """Inputs or a state in this dtype; gain, ridge, memory and normalizer in float32 at least."""
     wide = ("gain", "ridge", "memory", "normalizer")
 
     def move(name, t):
         if t is None or t.dtype == torch.bool:
             return None if t is None else t.cuda()
-        return t.detach().to("cuda", torch.float32 if name in wide else dtype).requires_grad_(requires_grad)
+        kind = torch.promote_types(dtype, torch.float32) if name in wide else dtype
+        return t.detach().to("cuda", kind).requires_grad_(requires_grad)
 
     if isinstance(tensors, dict):
         return {n: move(n, t) for n, t in tensors.items()}
