@@ -104,7 +104,7 @@ def cases(group: Group) -> list[Case]:
     if group.layout == "documents":
         return [Case("documents", 1, sum(DOCUMENTS), few), Case("many heads", 1, sum(DOCUMENTS), 2 * full)]
     if group.dtype == "fp16":
-        return [Case("T=1000", few, 1000, few), Case("q·k past 65504", few, 200, few, scale=24.0)]
+        return [Case("T=1000", few, 1000, few), Case("q·k past 65504", few, 200, few, scale=90.0)]
     found = [Case("full card", full, 130, full), Case("holes", 5, 150, few, holes=True)]
     if group.K != group.V or group.K not in (64, 128, 256) or (group.timing, group.state) != ("after", "carried"):
         return [Case("T=65", few, 65, few), Case("T=1000", few, 1000, few), *found]
@@ -310,7 +310,8 @@ def check_large(name: str) -> list[dict[str, Any]]:
         return dict(zip(("output", *(f"d{name}" for name in NAMES)), (output.detach(), *grads), strict=True))
 
     begun = time.perf_counter()
-    results(*made(3, 130))  # compiles
+    results(*made(3, 130))  # compiles, as does the next
+    results(*made(1, T)[:2], None)
     first_call = time.perf_counter() - begun
     with open(__file__) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one at a time has room
@@ -318,6 +319,7 @@ def check_large(name: str) -> list[dict[str, Any]]:
 
 
 def compared(made, results, packed: bool, first_call: float) -> list[dict[str, Any]]:
+    """The large call, made with nothing else so large beside it."""
     B, T, *_ = LARGE
     given, of_output, bounds = made(B, T)
     have = results(given, of_output, bounds)
@@ -352,7 +354,7 @@ def one_configuration() -> None:
     """Takes the first configuration of every autotuned kernel: trying them all takes minutes."""
     from triton.runtime.autotuner import Autotuner
 
-    for kernel in (t for t in gc.get_objects() if isinstance(t, Autotuner)):
+    for kernel in (t for t in gc.get_objects() if issubclass(type(t), Autotuner)):
         kernel.configs = kernel.configs[:1]
 
 
@@ -408,13 +410,14 @@ def run(title: str) -> list[dict[str, Any]]:
 def worker(folder: Path, titles: list[str]) -> int:
     """Takes groups that no other process has taken, one after another."""
     warnings.simplefilter("ignore")
-    torch.use_deterministic_algorithms(True, warn_only=True)  # also fills what torch.empty and its like return
     for number, title in enumerate(titles):
         try:
             (folder / f"{number}.taken").touch(exist_ok=False)
         except FileExistsError:
             continue
         begun = time.perf_counter()
+        # Also fills what torch.empty and its like return, which others' kernels need not bear.
+        torch.use_deterministic_algorithms(title not in PEERS, warn_only=True)
         rows = attempt("all", lambda title=title: run(title))
         result = {"seconds": time.perf_counter() - begun, "rows": rows}
         (folder / f"{number}.json").write_text(json.dumps(result))

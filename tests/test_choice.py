@@ -89,15 +89,21 @@ def test_what_triton_refuses_goes_to_torch(rule, options, card, called, on_cards
 
 @pytest.mark.parametrize("how", ["none", "old"])
 def test_torch_where_triton_cannot_be_imported(how, called, on_cards, monkeypatch):
-    mode = on_cards()
+    import triton
+
+    for name in [n for n in sys.modules if n.startswith("falcon_kernels.triton_")]:
+        monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delattr(name)
     if how == "none":
-        monkeypatch.delitem(api.IMPLEMENTATIONS, "triton")
+        monkeypatch.setitem(sys.modules, "triton", None)
     else:
-        monkeypatch.setitem(sys.modules, "falcon_kernels.triton_api", None)
-        monkeypatch.delattr("falcon_kernels.triton_api")
-    with mode:
+        monkeypatch.delattr(triton, "knobs")
+    api._import_triton.cache_clear()
+    with on_cards():
         attend(cuda(Rule("falcon_1a")), Rule("falcon_1a"))
     assert called == ["torch"]
+    assert not api._has_triton()
+    api._import_triton.cache_clear()
 
 
 @pytest.mark.parametrize(("card", "expected"), [({}, ["triton"]), ({"capability": (7, 5)}, ["reference"])])

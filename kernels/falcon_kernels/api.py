@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -30,11 +31,18 @@ if find_spec("triton") is not None:
 
 def _has_triton() -> bool:
     """Whether the Triton kernels can be imported; a Triton that is too old for them counts as none."""
-    if "triton" not in IMPLEMENTATIONS:
-        return False
+    return _import_triton()
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler.
+_has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _import_triton() -> bool:
     try:
         from . import triton_api, triton_step  # noqa: F401
-    except (ImportError, AttributeError):
+    except ImportError:
         return False
     return True
 

@@ -5,6 +5,8 @@ from functools import cache
 import torch
 import triton
 
+if not hasattr(triton, "knobs"):
+    raise ImportError(f"triton is {triton.__version__}; the kernels need at least 3.4.")
 INTERPRETED = triton.knobs.runtime.interpret
 OLDEST_CARD = (8, 0)
 
