@@ -134,17 +134,17 @@ def test_compiled_with_projections_under_autocast(name):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_op_keeps_its_contract(name, dtype, monkeypatch):
-    from falcon_kernels import triton_api
+    from falcon_kernels import triton_attention
 
-    arguments, operator = [], triton_api.attention_op
-    monkeypatch.setattr(triton_api, "attention_op", lambda *a: arguments.append(a) or operator(*a))
+    arguments, attention = [], triton_attention.attention
+    monkeypatch.setattr(triton_attention, "attention", lambda *a: arguments.append(a) or attention(*a))
     inputs, state = call_of(Rule(name), dtype, requires_grad=True)
     attend(inputs, Rule(name), initial_state=state, impl="triton")
 
     def leaf(t):
         return t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
 
-    torch.library.opcheck(operator, tuple(leaf(t) for t in arguments[0]))
+    torch.library.opcheck(triton_attention.attention_op, (*(leaf(t) for t in arguments[0]), False))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
