@@ -41,7 +41,7 @@ _has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @cache
 def _import_triton() -> bool:
     try:
-        from . import triton_api, triton_step  # noqa: F401
+        from . import triton_device  # noqa: F401
     except ImportError:
         return False
     return True
