@@ -40,6 +40,11 @@ attention = getattr(torch.ops, NAMESPACE).attention.default
 attention_backward = getattr(torch.ops, NAMESPACE).attention_backward.default
 
 
+def _in_parts(residual: bool, dtype: torch.dtype) -> bool:
+    """Whether log decays are summed in two parts."""
+    return residual and dtype != torch.bfloat16
+
+
 class Plan:
     """The launches of one op: the schedule's, and those of the core that goes with it."""
 
@@ -64,7 +69,7 @@ class Plan:
                 self.layout, shape, value_dim, dtype, device, window, shifted, before, carried, aligned
             )
         self.schedule = triton_schedule.Plan(
-            self.layout, heads, key_dim, schedule, masked, carried, self.residual, aligned
+            self.layout, heads, key_dim, schedule, masked, carried, _in_parts(self.residual, dtype), aligned
         )
         self.memory = (self.layout.sequences, heads, key_dim, value_dim)
 
@@ -126,7 +131,7 @@ def _fake(*arguments):
     batch, length, heads, key_dim = q.shape
     numbers = (heads, batch * length)
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shapes = (numbers, (2, *numbers) if residual else numbers, numbers)
+    shapes = (numbers, (2, *numbers) if _in_parts(residual, q.dtype) else numbers, numbers)
     memory = v.new_empty((sequences, heads, key_dim, v.shape[-1]), dtype=torch.float32) if final else v.new_empty(0)
     inverse, states, residuals = (v.new_empty(0) for _ in range(3))
     if residual and keep:

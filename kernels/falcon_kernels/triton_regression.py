@@ -33,9 +33,9 @@ Elements moved per token and head, the forward of training:
 Kept for the backward are A^-1, S and Z; W is formed again there, as fast as it is read and a sixth of what is kept:
     prepare 3K + 2V + C, reverse 3K + 3V + KV/C, gradients 4K + 5V + C + 2KV/C
 
-Decays enter as exp(u_t - u_s), s <= t only. The schedule sums u in two parts, one rounded to 2^-12 so that its sums and
-differences are exact while |u| < 4,096, so that a difference is as accurate as if no other step were in it. Of
-bfloat16 inputs the parts are added at once.
+Decays enter as exp(u_t - u_s), s <= t only. The schedule sums u, for other than bfloat16 inputs in two parts, one rounded
+to 2^-12 so that its sums and differences are exact while |u| < 4,096, so that a difference is as accurate as if no other
+step were in it.
 """
 
 import torch
@@ -45,35 +45,58 @@ from torch import Tensor
 
 from . import launch
 from .launcher import Launcher
-from .triton_layout import NUMBERS, Layout, Tables, chunk_of, exists, load_rows, span, store_rows, x_rows
+from .triton_layout import NUMBERS, Layout, Tables, chunk_of, exists, load_rows, span, store_rows
 from .triton_schedule import Before, Options, pair_exists, step_gradients
 
 CHUNK = 64
 
 
 @triton.jit
+def _rows(base, token, head, heads, i, WIDTH: tl.constexpr):
+    """Pointers to the rows of `head` of the tokens i after `token`: one of 64 bits, and offsets of 32."""
+    return base + (token * heads + head) * WIDTH + i * (heads * WIDTH)
+
+
+@triton.jit
+def _x_rows(
+    k, previous, sequence, low, start, head, heads, i, K: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr
+):  # fmt: skip
+    """Pointers to the write features of the places start + i; the keys themselves are shifted by SHIFT."""
+    rows = _rows(k, low + start - SHIFT, head, heads, i, K)
+    if SHIFT and CARRIED:
+        rows = tl.where(start + i == 0, previous + (sequence * heads + head) * K, rows)
+    return rows
+
+
+@triton.jit
 def _turned(rows, columns, there, WIDTH: tl.constexpr):
     """[columns, R] pointers and mask of rows of WIDTH numbers."""
-    return rows[None, :] + columns[:, None], there[None, :] & (columns < WIDTH)[:, None]
+    if (columns.shape[0] * 0 + WIDTH) % columns.shape[0] == 0:  # an int beside a constexpr in the interpreter
+        return rows[None, :] + columns[:, None], there[None, :]
+    else:
+        return rows[None, :] + columns[:, None], there[None, :] & (columns < WIDTH)[:, None]
 
 
 @triton.jit
 def _running(log_decay, size, base, start, i, count, OPERAND: tl.constexpr):
     """u of the places i of a chunk, 0 before it and past the sequence as at its end, in two parts."""
-    at = log_decay + base + tl.minimum(start + i, count - 1)
+    at = log_decay + base + start + tl.minimum(i, count - start - 1)
     coarse = tl.load(at, mask=i >= 0, other=0.0)
-    fine = tl.load(at + size, mask=i >= 0, other=0.0)
     if OPERAND == tl.bfloat16:
-        return coarse + fine, tl.zeros(i.shape, tl.float32)
+        return coarse, tl.zeros(i.shape, tl.float32)
     else:
-        return coarse, fine
+        return coarse, tl.load(at + size, mask=i >= 0, other=0.0)
 
 
 @triton.jit
-def _at_end(log_decay, size, base, start, count, C: tl.constexpr):
+def _at_end(log_decay, size, base, start, count, C: tl.constexpr, OPERAND: tl.constexpr):
     """u_C in two parts."""
     at = log_decay + base + tl.minimum(start + C, count) - 1
-    return tl.load(at), tl.load(at + size)
+    coarse = tl.load(at)
+    if OPERAND == tl.bfloat16:
+        return coarse, 0.0
+    else:
+        return coarse, tl.load(at + size)
 
 
 @triton.jit
@@ -146,23 +169,20 @@ def _invert(
     p0 = start + i
     p1, p2, p3 = p0 + 16, p0 + 32, p0 + 48
     in0, in1, in2, in3 = p0 < count, p1 < count, p2 < count, p3 < count
-    x0 = x_rows(k, previous, previous, sequence, low, p0, head, heads, K, 1, SHIFT, CARRIED)
-    x1 = x_rows(k, previous, previous, sequence, low, p1, head, heads, K, 1, SHIFT, CARRIED)
-    x2 = x_rows(k, previous, previous, sequence, low, p2, head, heads, K, 1, SHIFT, CARRIED)
-    x3 = x_rows(k, previous, previous, sequence, low, p3, head, heads, K, 1, SHIFT, CARRIED)
+    x0 = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
+    x1 = _x_rows(k, previous, sequence, low, start, head, heads, i + 16, K, SHIFT, CARRIED)
+    x2 = _x_rows(k, previous, sequence, low, start, head, heads, i + 32, K, SHIFT, CARRIED)
+    x3 = _x_rows(k, previous, sequence, low, start, head, heads, i + 48, K, SHIFT, CARRIED)
     there0 = exists(p0, in0, SHIFT, CARRIED)
 
-    g00 = tl.zeros([16, 16], tl.float32)
-    g10, g11, g20, g21, g22, g30, g31, g32, g33 = g00, g00, g00, g00, g00, g00, g00, g00, g00
+    none = tl.zeros([16, 16], tl.float32)
+    g00, g11, g22, g33 = none, none, none, none
     for begin in range(0, K, BK):
         kk = begin + tl.arange(0, BK)
         a0, a1 = load_rows(x0, there0, kk, K).to(OPERAND), load_rows(x1, in1, kk, K).to(OPERAND)
         a2, a3 = load_rows(x2, in2, kk, K).to(OPERAND), load_rows(x3, in3, kk, K).to(OPERAND)
         g00, g11 = _gram(a0, a0, g00), _gram(a1, a1, g11)
         g22, g33 = _gram(a2, a2, g22), _gram(a3, a3, g33)
-        g10, g32 = _gram(a1, a0, g10), _gram(a3, a2, g32)
-        g20, g21 = _gram(a2, a0, g20), _gram(a2, a1, g21)
-        g30, g31 = _gram(a3, a0, g30), _gram(a3, a1, g31)
 
     base, size = head * tokens + low, heads.to(tl.int64) * tokens
     e0 = tl.load(weight + base + p0, mask=in0, other=0.0)
@@ -180,6 +200,15 @@ def _invert(
 
     a00, a11 = _diagonal(e0, g00, bc0, bf0, c0, f0, i), _diagonal(e1, g11, bc1, bf1, c1, f1, i)
     a22, a33 = _diagonal(e2, g22, bc2, bf2, c2, f2, i), _diagonal(e3, g33, bc3, bf3, c3, f3, i)
+
+    g10, g20, g21, g30, g31, g32 = none, none, none, none, none, none
+    for begin in range(0, K, BK):
+        kk = begin + tl.arange(0, BK)
+        a0, a1 = load_rows(x0, there0, kk, K).to(OPERAND), load_rows(x1, in1, kk, K).to(OPERAND)
+        a2, a3 = load_rows(x2, in2, kk, K).to(OPERAND), load_rows(x3, in3, kk, K).to(OPERAND)
+        g10, g32 = _gram(a1, a0, g10), _gram(a3, a2, g32)
+        g20, g21 = _gram(a2, a0, g20), _gram(a2, a1, g21)
+        g30, g31 = _gram(a3, a0, g30), _gram(a3, a1, g31)
     b10 = _dot16(a11, -_coupling(e1, g10, bc1, bf1, c0, f0))
     b20 = _dot16(a22, -_coupling(e2, g20, bc2, bf2, c0, f0))
     b21 = _dot16(a22, -_coupling(e2, g21, bc2, bf2, c1, f1))
@@ -192,19 +221,18 @@ def _invert(
     a30 = _dot16(b30, a00) + _dot16(b31, a10) + _dot16(b32, a20)
 
     into = inverse + program * C * C
-    zero = tl.zeros([16, 16], tl.float32)
     _store_block(into, i, 0, 0, a00, C)
-    _store_block(into, i, 0, 1, zero, C)
-    _store_block(into, i, 0, 2, zero, C)
-    _store_block(into, i, 0, 3, zero, C)
+    _store_block(into, i, 0, 1, none, C)
+    _store_block(into, i, 0, 2, none, C)
+    _store_block(into, i, 0, 3, none, C)
     _store_block(into, i, 1, 0, a10, C)
     _store_block(into, i, 1, 1, a11, C)
-    _store_block(into, i, 1, 2, zero, C)
-    _store_block(into, i, 1, 3, zero, C)
+    _store_block(into, i, 1, 2, none, C)
+    _store_block(into, i, 1, 3, none, C)
     _store_block(into, i, 2, 0, a20, C)
     _store_block(into, i, 2, 1, a21, C)
     _store_block(into, i, 2, 2, a22, C)
-    _store_block(into, i, 2, 3, zero, C)
+    _store_block(into, i, 2, 3, none, C)
     _store_block(into, i, 3, 0, a30, C)
     _store_block(into, i, 3, 1, a31, C)
     _store_block(into, i, 3, 2, a32, C)
@@ -230,11 +258,10 @@ def _prepare(
     i = tl.arange(0, C)
     place = start + i
     here = place < count
-    row = (low + place) * heads + head
     base, size = head * tokens + low, heads.to(tl.int64) * tokens
     eta = tl.load(weight + base + place, mask=here, other=0.0)
     before_c, before_f = _running(log_decay, size, base, start, i - 1, count, OPERAND)
-    x_at = x_rows(k, previous, previous, sequence, low, place, head, heads, K, 1, SHIFT, CARRIED)
+    x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     there = exists(place, here, SHIFT, CARRIED)
 
     solved = tl.load(inverse + program * C * C + i[:, None] * C + i[None, :]).to(tl.float32)
@@ -243,9 +270,9 @@ def _prepare(
     for begin in range(0, K, BK):
         kk = begin + tl.arange(0, BK)
         x = load_rows(x_at, there, kk, K).to(OPERAND)
-        store_rows(w + row * K, tl.dot(left, x, input_precision=PRECISION), here, kk, K)
+        store_rows(_rows(w, low + start, head, heads, i, K), tl.dot(left, x, input_precision=PRECISION), here, kk, K)
         if ADJOINT:
-            queries = load_rows(q + row * K, here, kk, K).to(OPERAND)
+            queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
             scores = tl.dot(x, tl.trans(queries), scores, input_precision=PRECISION)
     if ADJOINT:
         uc, uf = _running(log_decay, size, base, start, i, count, OPERAND)
@@ -257,8 +284,8 @@ def _prepare(
         left = (solved * eta[None, :]).to(OPERAND)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
-        y = load_rows(values + row * V, here, columns, V).to(OPERAND)
-        store_rows(out + row * V, tl.dot(left, y, input_precision=PRECISION), here, columns, V)
+        y = load_rows(_rows(values, low + start, head, heads, i, V), here, columns, V).to(OPERAND)
+        store_rows(_rows(out, low + start, head, heads, i, V), tl.dot(left, y, input_precision=PRECISION), here, columns, V)
 
 
 # Forward over the chunks, and the read
@@ -292,13 +319,12 @@ def _carry(
         store_rows(into + columns * K, s, columns < V, kk, K)
         place = start + i
         here = place < count
-        row = (low + place) * heads + head
         uc, uf = _running(log_decay, size, base, start, i, count, OPERAND)
-        end_c, end_f = _at_end(log_decay, size, base, start, count, C)
-        x_at = x_rows(k, previous, previous, sequence, low, place, head, heads, K, 1, SHIFT, CARRIED)
+        end_c, end_f = _at_end(log_decay, size, base, start, count, C, OPERAND)
+        x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
         x = load_rows(x_at, exists(place, here, SHIFT, CARRIED), kk, K).to(OPERAND)
-        lost = load_rows(w + row * K, here, kk, K)
-        at, mask = _turned(z + row * V, columns, here, V)
+        lost = load_rows(_rows(w, low + start, head, heads, i, K), here, kk, K)
+        at, mask = _turned(_rows(z, low + start, head, heads, i, V), columns, here, V)
         residual = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         residual -= tl.dot(s.to(OPERAND), tl.trans(lost), input_precision=PRECISION)
         tl.store(at, residual, mask=mask)
@@ -325,16 +351,15 @@ def _read(
     i = tl.arange(0, C)
     place = start + i
     here = place < count
-    row = (low + place) * heads + head
     base, size = head * tokens + low, heads.to(tl.int64) * tokens
-    x_at = x_rows(k, previous, previous, sequence, low, place, head, heads, K, 1, SHIFT, CARRIED)
+    x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     there = exists(place, here, SHIFT, CARRIED)
 
     scores = tl.zeros([C, C], tl.float32)
     out = tl.zeros([C, BV], tl.float32)
     for begin in range(0, K, BK):
         kk = begin + tl.arange(0, BK)
-        queries = load_rows(q + row * K, here, kk, K).to(OPERAND)
+        queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
         x = load_rows(x_at, there, kk, K).to(OPERAND)
         s = load_rows(states + (program * V + columns) * K, columns < V, kk, K)
         scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
@@ -344,9 +369,9 @@ def _read(
     seen = i[:, None] >= i[None, :] + LAG
     scores *= _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
     out *= tl.exp(rc + rf)[:, None]
-    residual = load_rows(z + row * V, here, columns, V)
+    residual = load_rows(_rows(z, low + start, head, heads, i, V), here, columns, V)
     out = tl.dot(scores.to(OPERAND), residual, out, input_precision=PRECISION)
-    store_rows(output + row * V, out, here, columns, V)
+    store_rows(_rows(output, low + start, head, heads, i, V), out, here, columns, V)
 
 
 # Backward
@@ -384,17 +409,16 @@ def _reverse(
         store_rows(grad_states + ((number + chunk) * heads + head) * K * V + columns * K, g, columns < V, kk, K)
         place = start + i
         here = place < count
-        row = (low + place) * heads + head
         uc, uf = _running(log_decay, size, base, start, i, count, OPERAND)
         rc, rf = _running(log_decay, size, base, start, i - LAG, count, OPERAND)
-        end_c, end_f = _at_end(log_decay, size, base, start, count, C)
-        x_at = x_rows(k, previous, previous, sequence, low, place, head, heads, K, 1, SHIFT, CARRIED)
+        end_c, end_f = _at_end(log_decay, size, base, start, count, C, OPERAND)
+        x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
         x = load_rows(x_at, exists(place, here, SHIFT, CARRIED), kk, K).to(OPERAND)
-        queries = load_rows(q + row * K, here, kk, K).to(OPERAND)
-        lost = load_rows(w + row * K, here, kk, K)
-        given, mask = _turned(row * V, columns, here, V)
-        at = grad_z + given
-        given = tl.load(grad_output + given, mask=mask, other=0.0).to(tl.float32) * tl.exp(rc + rf)[None, :]
+        queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
+        lost = load_rows(_rows(w, low + start, head, heads, i, K), here, kk, K)
+        at, mask = _turned(_rows(grad_output, low + start, head, heads, i, V), columns, here, V)
+        given = tl.load(at, mask=mask, other=0.0).to(tl.float32) * tl.exp(rc + rf)[None, :]
+        at, mask = _turned(_rows(grad_z, low + start, head, heads, i, V), columns, here, V)
         dz = tl.dot(g.to(OPERAND), tl.trans(x), input_precision=PRECISION)
         dz = dz * tl.exp((end_c - uc) + (end_f - uf))[None, :] + tl.load(at, mask=mask, other=0.0).to(tl.float32)
         tl.store(at, dz, mask=mask)
@@ -433,15 +457,15 @@ def _gradients(
     uc, uf = _running(log_decay, size, base, start, i, count, OPERAND)
     before_c, before_f = _running(log_decay, size, base, start, i - 1, count, OPERAND)
     rc, rf = _running(log_decay, size, base, start, i - LAG, count, OPERAND)
-    end_c, end_f = _at_end(log_decay, size, base, start, count, C)
-    x_at = x_rows(k, previous, previous, sequence, low, place, head, heads, K, 1, SHIFT, CARRIED)
+    end_c, end_f = _at_end(log_decay, size, base, start, count, C, OPERAND)
+    x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     transposed = tl.load(inverse + program * C * C + i[None, :] * C + i[:, None])
 
     scores = tl.zeros([C, C], tl.float32)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
-        given = load_rows(grad_output + row * V, here, columns, V).to(OPERAND)
-        residual = load_rows(z + row * V, here, columns, V)
+        given = load_rows(_rows(grad_output, low + start, head, heads, i, V), here, columns, V).to(OPERAND)
+        residual = load_rows(_rows(z, low + start, head, heads, i, V), here, columns, V)
         scores = tl.dot(given, tl.trans(residual), scores, input_precision=PRECISION)
     seen = i[:, None] >= i[None, :] + LAG
     scores *= _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
@@ -452,23 +476,23 @@ def _gradients(
         dq = tl.zeros([C, BK], tl.float32)
         for begin in range(0, V, BV):
             columns = begin + tl.arange(0, BV)
-            given = load_rows(grad_output + row * V, here, columns, V).to(OPERAND)
+            given = load_rows(_rows(grad_output, low + start, head, heads, i, V), here, columns, V).to(OPERAND)
             s = load_rows(states + (program * V + columns) * K, columns < V, kk, K)
             dq = tl.dot(given, s, dq, input_precision=PRECISION)
         x = load_rows(x_at, there, kk, K).to(OPERAND)
         dq = tl.dot(narrow, x, dq * tl.exp(rc + rf)[:, None], input_precision=PRECISION)
-        store_rows(grad_q + row * K, dq, here, kk, K)
-        read += tl.sum(load_rows(q + row * K, here, kk, K).to(tl.float32) * dq, 1)
+        store_rows(_rows(grad_q, low + start, head, heads, i, K), dq, here, kk, K)
+        read += tl.sum(load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(tl.float32) * dq, 1)
 
     grad_eta = tl.zeros([C], tl.float32)
     system = tl.zeros([C, C], tl.float32)
     turned = tl.zeros([C, C], tl.float32)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
-        y = tl.dot(transposed, load_rows(grad_z + row * V, here, columns, V), input_precision=PRECISION)
-        store_rows(grad_v + row * V, eta[:, None] * y, here, columns, V)
-        grad_eta += tl.sum(y * load_rows(v + row * V, here, columns, V).to(tl.float32), 1)
-        residual = load_rows(z + row * V, here, columns, V)
+        y = tl.dot(transposed, load_rows(_rows(grad_z, low + start, head, heads, i, V), here, columns, V), input_precision=PRECISION)
+        store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
+        grad_eta += tl.sum(y * load_rows(_rows(v, low + start, head, heads, i, V), here, columns, V).to(tl.float32), 1)
+        residual = load_rows(_rows(z, low + start, head, heads, i, V), here, columns, V)
         found = y.to(OPERAND)
         system = tl.dot(found, tl.trans(residual), system, input_precision=PRECISION)
         turned = tl.dot(residual, tl.trans(found), turned, input_precision=PRECISION)
@@ -481,14 +505,14 @@ def _gradients(
     scores = tl.zeros([C, C], tl.float32)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
-        given = load_rows(grad_output + row * V, here, columns, V).to(OPERAND)
-        residual = load_rows(z + row * V, here, columns, V)
+        given = load_rows(_rows(grad_output, low + start, head, heads, i, V), here, columns, V).to(OPERAND)
+        residual = load_rows(_rows(z, low + start, head, heads, i, V), here, columns, V)
         scores = tl.dot(residual, tl.trans(given), scores, input_precision=PRECISION)
     seen = i[None, :] >= i[:, None] + LAG
     scores *= _pairwise(rc[None, :], rf[None, :], uc[:, None], uf[:, None], seen)
     narrow = scores.to(OPERAND)
 
-    into = x_rows(grad_k, grad_previous, grad_previous, sequence, low, place, head, heads, K, 1, SHIFT, CARRIED)
+    into = _x_rows(grad_k, grad_previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     decayed = tl.zeros([C], tl.float32)
     carried = tl.zeros([C], tl.float32)
     written = tl.zeros([C], tl.float32)
@@ -499,7 +523,7 @@ def _gradients(
         found = tl.zeros([C, BK], tl.float32)
         for begin in range(0, V, BV):
             columns = begin + tl.arange(0, BV)
-            dz = load_rows(grad_z + row * V, here, columns, V)
+            dz = load_rows(_rows(grad_z, low + start, head, heads, i, V), here, columns, V)
             s = load_rows(states + (program * V + columns) * K, columns < V, kk, K)
             found = tl.dot(dz, s, found, input_precision=PRECISION)
         found = tl.dot(transposed, found.to(OPERAND), input_precision=PRECISION)
@@ -510,14 +534,14 @@ def _gradients(
         left = tl.zeros([C, BK], tl.float32)
         for begin in range(0, V, BV):
             columns = begin + tl.arange(0, BV)
-            residual = load_rows(z + row * V, here, columns, V)
+            residual = load_rows(_rows(z, low + start, head, heads, i, V), here, columns, V)
             s = load_rows(states + (program * V + columns) * K, columns < V, kk, K)
             g = load_rows(grad_states + (program * V + columns) * K, columns < V, kk, K)
             kept += tl.sum(s.to(tl.float32) * g.to(tl.float32), 1)
             left = tl.dot(residual, g, left, input_precision=PRECISION)
         left *= tl.exp((end_c - uc) + (end_f - uf))[:, None]
         carried += tl.sum(x.to(tl.float32) * left, 1)
-        queries = load_rows(q + row * K, here, kk, K).to(OPERAND)
+        queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
         left = tl.dot(narrow, queries, left, input_precision=PRECISION)
         left = tl.dot(turned_narrow, x, left, input_precision=PRECISION)
         written += tl.sum(x.to(tl.float32) * left, 1)
@@ -525,7 +549,7 @@ def _gradients(
         if K > BK:  # until what the energy asks for is known
             store_rows(into, dx, there, kk, K)
         if SHIFT:  # the last key is a write feature of the next call, through the state
-            store_rows(grad_k + row * K, tl.zeros([C, BK], tl.float32), place == count - 1, kk, K)
+            store_rows(_rows(grad_k, low + start, head, heads, i, K), tl.zeros([C, BK], tl.float32), place == count - 1, kk, K)
 
     # Cotangents of u: `at` of u_t, `ahead` of u_{t-1}; those of u_C are in `carried` and `end`.
     at = carried - written + read * (1 - LAG)
@@ -646,7 +670,7 @@ def forward(
     Args:
         q, k: [B, T, H, K]; v: [B, T, H, V]; float32, bfloat16 or float16, the same for all.
         weight: float32 [H, B T] step sizes, 0 for what is no token and for a first token without a pair.
-        log_decay: float32 [2, H, B T], running from each chunk's start, in two parts.
+        log_decay: float32 [H, B T], running from each chunk's start; not of bfloat16 inputs [2, H, B T], in two parts.
         memory: float32 [S, H, K, V]; S is B, or the number of documents; None for zero.
         previous: [S, H, K] previous keys, 0 where there is none.
     """
