@@ -40,9 +40,9 @@ attention = getattr(torch.ops, NAMESPACE).attention.default
 attention_backward = getattr(torch.ops, NAMESPACE).attention_backward.default
 
 
-def _in_parts(residual: bool, dtype: torch.dtype) -> bool:
-    """Whether log decays are summed in two parts."""
-    return residual and dtype != torch.bfloat16
+def _parts(residual: bool, dtype: torch.dtype) -> int:
+    """How log decays are summed, as in `triton_schedule`."""
+    return (1 if dtype == torch.bfloat16 else 2) if residual else 0
 
 
 class Plan:
@@ -69,7 +69,7 @@ class Plan:
                 self.layout, shape, value_dim, dtype, device, window, shifted, before, carried, aligned
             )
         self.schedule = triton_schedule.Plan(
-            self.layout, heads, key_dim, schedule, masked, carried, _in_parts(self.residual, dtype), aligned
+            self.layout, heads, key_dim, schedule, masked, carried, _parts(self.residual, dtype), aligned
         )
         self.memory = (self.layout.sequences, heads, key_dim, value_dim)
 
@@ -129,16 +129,17 @@ def _fake(*arguments):
     q, _, v, *_, cu_seqlens = arguments[:TENSORS]
     residual, final, keep = arguments[TENSORS + 4], *arguments[-2:]
     batch, length, heads, key_dim = q.shape
-    numbers = (heads, batch * length)
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shapes = (numbers, (2, *numbers) if _in_parts(residual, q.dtype) else numbers, numbers)
+    parts, chunk = _parts(residual, q.dtype), triton_regression.CHUNK
+    layout = Layout.of(batch, length, 0 if cu_seqlens is None else sequences, chunk)
+    numbers = triton_schedule.numbers_shape(layout, heads, parts)
+    shapes = (numbers, (2, *numbers) if parts == 2 else numbers, numbers)
     memory = v.new_empty((sequences, heads, key_dim, v.shape[-1]), dtype=torch.float32) if final else v.new_empty(0)
     inverse, states, residuals = (v.new_empty(0) for _ in range(3))
     if residual and keep:
-        chunk, wide = triton_regression.CHUNK, triton_regression.operand_dtype(q.dtype)
-        chunks = Layout.of(batch, length, 0 if cu_seqlens is None else sequences, chunk).chunks
-        inverse = v.new_empty((chunks, heads, chunk, chunk), dtype=wide)
-        states = v.new_empty((chunks, heads, v.shape[-1], key_dim), dtype=wide)
+        wide = triton_regression.operand_dtype(q.dtype)
+        inverse = v.new_empty((layout.chunks, heads, chunk, chunk), dtype=wide)
+        states = v.new_empty((layout.chunks, heads, v.shape[-1], key_dim), dtype=wide)
         residuals = v.new_empty(v.shape, dtype=wide)
     three = (v.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return v.new_empty(v.shape), memory, *three, inverse, states, residuals

@@ -78,25 +78,25 @@ def _turned(rows, columns, there, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _running(log_decay, size, base, start, i, count, OPERAND: tl.constexpr):
-    """u of the places i of a chunk, 0 before it and past the sequence as at its end, in two parts."""
-    at = log_decay + base + start + tl.minimum(i, count - start - 1)
-    coarse = tl.load(at, mask=i >= 0, other=0.0)
+def _running(log_decay, places, i, LAG: tl.constexpr, OPERAND: tl.constexpr):
+    """u of the places i of the chunk that `log_decay` points to, or of those LAG before, in two parts."""
+    there = i >= LAG
+    coarse = tl.load(log_decay + i - LAG, mask=there, other=0.0) if LAG else tl.load(log_decay + i)
     if OPERAND == tl.bfloat16:
         return coarse, tl.zeros(i.shape, tl.float32)
+    elif LAG:
+        return coarse, tl.load(log_decay + places + i - LAG, mask=there, other=0.0)
     else:
-        return coarse, tl.load(at + size, mask=i >= 0, other=0.0)
+        return coarse, tl.load(log_decay + places + i)
 
 
 @triton.jit
-def _at_end(log_decay, size, base, start, count, C: tl.constexpr, OPERAND: tl.constexpr):
+def _at_end(log_decay, places, C: tl.constexpr, OPERAND: tl.constexpr):
     """u_C in two parts."""
-    at = log_decay + base + tl.minimum(start + C, count) - 1
-    coarse = tl.load(at)
     if OPERAND == tl.bfloat16:
-        return coarse, 0.0
+        return tl.load(log_decay + C - 1), 0.0
     else:
-        return coarse, tl.load(at + size)
+        return tl.load(log_decay + C - 1), tl.load(log_decay + places + C - 1)
 
 
 @triton.jit
@@ -155,12 +155,13 @@ def _store_block(base, i, row: tl.constexpr, column: tl.constexpr, block, C: tl.
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _invert(
-    k, previous, weight, log_decay, inverse, bounds, first, owner, length, longest, heads, tokens,
+    k, previous, weight, log_decay, inverse, bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
     PACKED: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """A^-1 [chunks, H, C, C] of one chunk of one head, in blocks of 16 tokens."""
     program = tl.program_id(0).to(tl.int64)
+    weight, log_decay = weight + program * C, log_decay + program * C
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
@@ -184,19 +185,18 @@ def _invert(
         g00, g11 = _gram(a0, a0, g00), _gram(a1, a1, g11)
         g22, g33 = _gram(a2, a2, g22), _gram(a3, a3, g33)
 
-    base, size = head * tokens + low, heads.to(tl.int64) * tokens
-    e0 = tl.load(weight + base + p0, mask=in0, other=0.0)
-    e1 = tl.load(weight + base + p1, mask=in1, other=0.0)
-    e2 = tl.load(weight + base + p2, mask=in2, other=0.0)
-    e3 = tl.load(weight + base + p3, mask=in3, other=0.0)
-    c0, f0 = _running(log_decay, size, base, start, i, count, OPERAND)
-    c1, f1 = _running(log_decay, size, base, start, i + 16, count, OPERAND)
-    c2, f2 = _running(log_decay, size, base, start, i + 32, count, OPERAND)
-    c3, f3 = _running(log_decay, size, base, start, i + 48, count, OPERAND)
-    bc0, bf0 = _running(log_decay, size, base, start, i - 1, count, OPERAND)
-    bc1, bf1 = _running(log_decay, size, base, start, i + 15, count, OPERAND)
-    bc2, bf2 = _running(log_decay, size, base, start, i + 31, count, OPERAND)
-    bc3, bf3 = _running(log_decay, size, base, start, i + 47, count, OPERAND)
+    e0 = tl.load(weight + i)
+    e1 = tl.load(weight + i + 16)
+    e2 = tl.load(weight + i + 32)
+    e3 = tl.load(weight + i + 48)
+    c0, f0 = _running(log_decay, places, i, 0, OPERAND)
+    c1, f1 = _running(log_decay, places, i + 16, 0, OPERAND)
+    c2, f2 = _running(log_decay, places, i + 32, 0, OPERAND)
+    c3, f3 = _running(log_decay, places, i + 48, 0, OPERAND)
+    bc0, bf0 = _running(log_decay, places, i, 1, OPERAND)
+    bc1, bf1 = _running(log_decay, places, i + 16, 1, OPERAND)
+    bc2, bf2 = _running(log_decay, places, i + 32, 1, OPERAND)
+    bc3, bf3 = _running(log_decay, places, i + 48, 1, OPERAND)
 
     a00, a11 = _diagonal(e0, g00, bc0, bf0, c0, f0, i), _diagonal(e1, g11, bc1, bf1, c1, f1, i)
     a22, a33 = _diagonal(e2, g22, bc2, bf2, c2, f2, i), _diagonal(e3, g33, bc3, bf3, c3, f3, i)
@@ -244,13 +244,14 @@ def _invert(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _prepare(
-    q, k, values, previous, weight, log_decay, inverse, w, out, bounds, first, owner, length, longest, heads, tokens,
+    q, k, values, previous, weight, log_decay, inverse, w, out, bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr,
     CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, ADJOINT: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """W, and from `values` U; or P' dO where ADJOINT, with values = dO."""
     program = tl.program_id(0).to(tl.int64)
+    weight, log_decay = weight + program * C, log_decay + program * C
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
@@ -258,9 +259,8 @@ def _prepare(
     i = tl.arange(0, C)
     place = start + i
     here = place < count
-    base, size = head * tokens + low, heads.to(tl.int64) * tokens
-    eta = tl.load(weight + base + place, mask=here, other=0.0)
-    before_c, before_f = _running(log_decay, size, base, start, i - 1, count, OPERAND)
+    eta = tl.load(weight + i)
+    before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
     x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     there = exists(place, here, SHIFT, CARRIED)
 
@@ -275,8 +275,8 @@ def _prepare(
             queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
             scores = tl.dot(x, tl.trans(queries), scores, input_precision=PRECISION)
     if ADJOINT:
-        uc, uf = _running(log_decay, size, base, start, i, count, OPERAND)
-        rc, rf = _running(log_decay, size, base, start, i - LAG, count, OPERAND)
+        uc, uf = _running(log_decay, places, i, 0, OPERAND)
+        rc, rf = _running(log_decay, places, i, LAG, OPERAND)
         seen = i[None, :] >= i[:, None] + LAG
         scores *= _pairwise(rc[None, :], rf[None, :], uc[:, None], uf[:, None], seen)
         left = scores.to(OPERAND)
@@ -293,7 +293,7 @@ def _prepare(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _carry(
-    k, previous, log_decay, memory, w, z, states, final, bounds, first, length, longest, heads, tokens,
+    k, previous, log_decay, memory, w, z, states, final, bounds, first, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr,
     CARRIED: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -307,7 +307,6 @@ def _carry(
     sequence, head = program // heads, program % heads
     low, count = span(sequence, bounds, length, PACKED)
     number = tl.load(first + sequence) if PACKED else sequence * longest
-    base, size = head * tokens + low, heads.to(tl.int64) * tokens
     kk, i = tl.arange(0, BK), tl.arange(0, C)
     own, inside = _turned(program * K * V + kk * V, columns, kk < K, V)
     if CARRIED:
@@ -315,12 +314,13 @@ def _carry(
     else:
         s = tl.zeros([BV, BK], tl.float32)
     for start in range(0, count, C):
-        into = states + ((number + start // C) * heads + head) * K * V
-        store_rows(into + columns * K, s, columns < V, kk, K)
+        chunk = (number + start // C) * heads + head
+        decays = log_decay + chunk * C
+        store_rows(states + (chunk * V + columns) * K, s, columns < V, kk, K)
         place = start + i
         here = place < count
-        uc, uf = _running(log_decay, size, base, start, i, count, OPERAND)
-        end_c, end_f = _at_end(log_decay, size, base, start, count, C, OPERAND)
+        uc, uf = _running(decays, places, i, 0, OPERAND)
+        end_c, end_f = _at_end(decays, places, C, OPERAND)
         x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
         x = load_rows(x_at, exists(place, here, SHIFT, CARRIED), kk, K).to(OPERAND)
         lost = load_rows(_rows(w, low + start, head, heads, i, K), here, kk, K)
@@ -336,7 +336,7 @@ def _carry(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _read(
-    q, k, previous, log_decay, states, z, output, bounds, first, owner, length, longest, heads, tokens,
+    q, k, previous, log_decay, states, z, output, bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr,
     CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -344,6 +344,7 @@ def _read(
     program = tl.program_id(0).to(tl.int64)
     columns = (program % tl.cdiv(V, BV)).to(tl.int32) * BV + tl.arange(0, BV)
     program = program // tl.cdiv(V, BV)
+    log_decay += program * C
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
@@ -351,7 +352,6 @@ def _read(
     i = tl.arange(0, C)
     place = start + i
     here = place < count
-    base, size = head * tokens + low, heads.to(tl.int64) * tokens
     x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     there = exists(place, here, SHIFT, CARRIED)
 
@@ -364,8 +364,8 @@ def _read(
         s = load_rows(states + (program * V + columns) * K, columns < V, kk, K)
         scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
         out = tl.dot(queries, tl.trans(s), out, input_precision=PRECISION)
-    uc, uf = _running(log_decay, size, base, start, i, count, OPERAND)
-    rc, rf = _running(log_decay, size, base, start, i - LAG, count, OPERAND)
+    uc, uf = _running(log_decay, places, i, 0, OPERAND)
+    rc, rf = _running(log_decay, places, i, LAG, OPERAND)
     seen = i[:, None] >= i[None, :] + LAG
     scores *= _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
     out *= tl.exp(rc + rf)[:, None]
@@ -380,7 +380,7 @@ def _read(
 @triton.jit(do_not_specialize=NUMBERS)
 def _reverse(
     q, k, previous, log_decay, w, grad_output, grad_final, grad_z, grad_states, grad_memory,
-    bounds, first, length, longest, heads, tokens,
+    bounds, first, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr,
     CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -395,7 +395,6 @@ def _reverse(
     sequence, head = program // heads, program % heads
     low, count = span(sequence, bounds, length, PACKED)
     number = tl.load(first + sequence) if PACKED else sequence * longest
-    base, size = head * tokens + low, heads.to(tl.int64) * tokens
     kk, i = tl.arange(0, BK), tl.arange(0, C)
     own, inside = _turned(program * K * V + kk * V, columns, kk < K, V)
     if FINAL:
@@ -404,14 +403,15 @@ def _reverse(
         g = tl.zeros([BV, BK], tl.float32)
     chunks = tl.cdiv(count, C)
     for back in range(0, chunks):
-        chunk = chunks - 1 - back
-        start = chunk * C
-        store_rows(grad_states + ((number + chunk) * heads + head) * K * V + columns * K, g, columns < V, kk, K)
+        start = (chunks - 1 - back) * C
+        chunk = (number + chunks - 1 - back) * heads + head
+        decays = log_decay + chunk * C
+        store_rows(grad_states + (chunk * V + columns) * K, g, columns < V, kk, K)
         place = start + i
         here = place < count
-        uc, uf = _running(log_decay, size, base, start, i, count, OPERAND)
-        rc, rf = _running(log_decay, size, base, start, i - LAG, count, OPERAND)
-        end_c, end_f = _at_end(log_decay, size, base, start, count, C, OPERAND)
+        uc, uf = _running(decays, places, i, 0, OPERAND)
+        rc, rf = _running(decays, places, i, LAG, OPERAND)
+        end_c, end_f = _at_end(decays, places, C, OPERAND)
         x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
         x = load_rows(x_at, exists(place, here, SHIFT, CARRIED), kk, K).to(OPERAND)
         queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
@@ -432,7 +432,7 @@ def _reverse(
 def _gradients(
     q, k, v, gain, ridge, previous, previous_valid, lengths, weight, log_decay, energy, inverse, states, z,
     grad_output, grad_z, grad_states, grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_previous,
-    bounds, first, owner, length, longest, heads, tokens,
+    bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr,
     CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, RIDGE: tl.constexpr,
     DIRECT: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr, OPERAND: tl.constexpr,
@@ -443,6 +443,7 @@ def _gradients(
     Products [C, C] that are left operands both ways round are formed twice, not transposed.
     """
     program = tl.program_id(0).to(tl.int64)
+    weight, log_decay = weight + program * C, log_decay + program * C
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
@@ -452,12 +453,11 @@ def _gradients(
     here = place < count
     there = exists(place, here, SHIFT, CARRIED)
     row = (low + place) * heads + head
-    base, size = head * tokens + low, heads.to(tl.int64) * tokens
-    eta = tl.load(weight + base + place, mask=here, other=0.0)
-    uc, uf = _running(log_decay, size, base, start, i, count, OPERAND)
-    before_c, before_f = _running(log_decay, size, base, start, i - 1, count, OPERAND)
-    rc, rf = _running(log_decay, size, base, start, i - LAG, count, OPERAND)
-    end_c, end_f = _at_end(log_decay, size, base, start, count, C, OPERAND)
+    eta = tl.load(weight + i)
+    uc, uf = _running(log_decay, places, i, 0, OPERAND)
+    before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
+    rc, rf = _running(log_decay, places, i, LAG, OPERAND)
+    end_c, end_f = _at_end(log_decay, places, C, OPERAND)
     x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     transposed = tl.load(inverse + program * C * C + i[None, :] * C + i[:, None])
 
@@ -567,7 +567,7 @@ def _gradients(
     coefficient = tl.zeros([C], tl.float32)
     if RIDGE > 0:
         coefficient = tl.load(ridge + row, mask=active, other=0.0).to(tl.float32)
-    statistic = tl.load(energy + base + place, mask=active, other=0.0)
+    statistic = tl.load(energy + program * C + i)
     of_gain, of_ridge, of_energy = step_gradients(
         beta, coefficient, statistic, grad_eta + decayed, grad_decay, active, RIDGE, DIRECT, True, DETACH, EPSILON, FLOOR
     )
@@ -597,11 +597,11 @@ class Plan:
         self, layout: Layout, shape: torch.Size, value_dim: int, dtype: torch.dtype, device: torch.device,
         options: Options, before: bool, masked: bool, carried: bool, aligned: bool = False,
     ):  # fmt: skip
-        batch, length, heads, key_dim = shape
+        *_, heads, key_dim = shape
         self.operand = operand_dtype(dtype)
         self.states = (layout.chunks, heads, value_dim, key_dim)
         self.inverse = (layout.chunks, heads, CHUNK, CHUNK)
-        self.numbers = (layout.length, layout.longest, heads, batch * length)
+        self.numbers = (layout.length, layout.longest, heads, layout.chunks * heads * CHUNK)
         padded = max(16, triton.next_power_of_2(key_dim))
         sizes = launch.regression(device, self.operand.itemsize, padded)
 
@@ -669,8 +669,8 @@ def forward(
 
     Args:
         q, k: [B, T, H, K]; v: [B, T, H, V]; float32, bfloat16 or float16, the same for all.
-        weight: float32 [H, B T] step sizes, 0 for what is no token and for a first token without a pair.
-        log_decay: float32 [H, B T], running from each chunk's start; not of bfloat16 inputs [2, H, B T], in two parts.
+        weight: float32 [chunks, H, C] step sizes, 0 for what is no token and for a first token without a pair.
+        log_decay: float32 [chunks, H, C], running from the chunk's start; not of bfloat16 inputs in two parts, [2, ...].
         memory: float32 [S, H, K, V]; S is B, or the number of documents; None for zero.
         previous: [S, H, K] previous keys, 0 where there is none.
     """

@@ -2,10 +2,11 @@
 
 A program takes a chunk of tokens of one head, reads their keys shifted in place, and ends with three numbers a token:
 weight, log decay, and the energy E, kept for the backward. All of it in float32, E from the rounded keys that the
-products use too. The numbers lie as the cores read them, [H, B T], the decay running from the chunk's start: one sum,
-or, where PARTS, two, [2, H, B T]: of the decays rounded down to multiples of 2^-12, which is exact while it is below
-4,096, and of the rest. The gradients of the numbers come back in the same places, that of a log decay for the token
-alone. falcon_1 has no need of the backward here: its own ends with it, through `step_gradients`.
+products use too. The numbers lie as the core that follows reads them, the decay running from the chunk's start. For the
+additive cores that is [H, B T], and the gradients come back in the same places, that of a log decay for the token alone.
+For falcon_1, whose backward ends with the schedule's, through `step_gradients`, it is [chunks, H, C], weights 0 and
+decays as at the end for what is no token; with PARTS of 2 the decays are in two sums, [2, chunks, H, C], of the decays
+rounded down to multiples of 2^-12, which is exact while it is below 4,096, and of the rest.
 
 Floor a token and head: K keys read, 8 bytes in and 12 out; backward K read, and K read and written, as the backward
 adds to the gradients of keys that the core has left.
@@ -126,9 +127,12 @@ def _forward(
     eta, used, _, _ = _step_size(beta, base, statistic, active, RIDGE, DIRECT, CAPPED, EPSILON)
     decay = _log1p_negative(tl.minimum(eta * used, 1.0 - FLOOR))
     number = head * tokens + low + place
-    if PARTS:
+    if PARTS > 0:
+        number = program * C + tl.arange(0, C)
+        stored = number >= 0
+    if PARTS == 2:
         coarse = tl.floor(decay * 4096.0) * (1.0 / 4096.0)
-        tl.store(log_decay + heads.to(tl.int64) * tokens + number, tl.cumsum(decay - coarse, 0), mask=stored)
+        tl.store(log_decay + tl.num_programs(0).to(tl.int64) * C + number, tl.cumsum(decay - coarse, 0))
         decay = coarse
     tl.store(weight + number, eta / size, mask=stored)
     tl.store(log_decay + number, tl.cumsum(decay, 0), mask=stored)
@@ -280,15 +284,14 @@ class Before(NamedTuple):
 
 
 class Plan:
-    """All of a launch that follows from shapes and options; `parts` as in the first lines of this file."""
+    """All of a launch that follows from shapes and options; `parts` 0 for the additive cores, 1 or 2 for falcon_1."""
 
     def __init__(self, layout: Layout, heads: int, key_dim: int, options: Options, masked: bool, carried: bool,
-                 parts: bool, aligned: bool = False):  # fmt: skip
+                 parts: int = 0, aligned: bool = False):  # fmt: skip
         grid = (layout.chunks * heads,)
-        batch_tokens = layout.length * (1 if layout.packed else layout.sequences)
-        self.numbers = (layout.length, layout.longest, heads, batch_tokens)
-        self.shape = (heads, batch_tokens)
-        self.log_decay = (2, *self.shape) if parts else self.shape
+        self.numbers = (layout.length, layout.longest, heads, layout.tokens)
+        self.shape = numbers_shape(layout, heads, parts)
+        self.log_decay = (2, *self.shape) if parts == 2 else self.shape
         before = options.window - 1
         most, warps = (64, 8) if before else (128, 4)  # channels at a time: windows take registers of their own
         shared = {
@@ -303,10 +306,14 @@ class Plan:
         self.backward = Launcher(_backward, grid, shared | backward, aligned=aligned)
 
 
+def numbers_shape(layout: Layout, heads: int, parts: int) -> tuple[int, ...]:
+    return (layout.chunks, heads, layout.chunk) if parts else (heads, layout.tokens)
+
+
 def forward(
     plan: Plan, tables: Tables, k: Tensor, gain: Tensor, ridge: Tensor | None, before: Before, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """weight, log decay and energy, float32 [H, B T]; log decay [2, H, B T] where in parts.
+    """weight, log decay and energy, float32 in the shapes of the first lines of this file.
 
     Args:
         k: [B, T, H, K]; gain: [B, T, H]; ridge: [B, T, H].
