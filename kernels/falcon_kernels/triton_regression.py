@@ -109,21 +109,42 @@ def _pairwise(to_coarse, to_fine, from_coarse, from_fine, mask):
 
 
 @triton.jit
-def _dot16(a, b):
-    """Products that the inverse is made of: float32 or its equal, whatever the inputs are."""
-    return tl.dot(a, b, input_precision="tf32x3")
+def _halves(a):
+    """Two bfloat16 whose sum has 16 bits of a, cut off, not rounded: no instructions but to pack them."""
+    bits = a.to(tl.uint32, bitcast=True)
+    low = (a - (bits & 0xFFFF0000).to(tl.float32, bitcast=True)).to(tl.uint32, bitcast=True)
+    high, low = (bits >> 16).to(tl.uint16), (low >> 16).to(tl.uint16)
+    return high.to(tl.bfloat16, bitcast=True), low.to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
-def _invert16(n, i):
-    """(I + n)^-1 of a strictly lower triangular n [16, 16], from blocks of 4 to 8 to 16: no power of n above 3."""
+def _dot16(a, b_turned, OPERAND: tl.constexpr):
+    """a b, wider than what the inverse is stored in. Of b the transpose is given: an accumulator [16, 16] of bfloat16
+    is a left operand as it lies, and a right operand once it is turned."""
+    if OPERAND == tl.bfloat16:
+        a_high, a_low = _halves(a)
+        b_high, b_low = _halves(tl.trans(b_turned))
+        return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
+    else:
+        return tl.dot(a, tl.trans(b_turned), input_precision="tf32x3")
+
+
+@triton.jit
+def _invert16(n, turned, i, OPERAND: tl.constexpr):
+    """(I + n)^-1 and its transpose, of a strictly lower triangular n [16, 16] and its transpose, from blocks of 4 to 8
+    to 16: no power of n above 3."""
     eight = i[:, None] // 8 == i[None, :] // 8
     four = i[:, None] // 4 == i[None, :] // 4
-    d = tl.where(four, n, 0.0)
-    square = _dot16(d, d)
-    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - d + (square - _dot16(d, square))
-    inverse -= _dot16(_dot16(inverse, tl.where(eight & (i[:, None] // 4 != i[None, :] // 4), n, 0.0)), inverse)
-    return inverse - _dot16(_dot16(inverse, tl.where(eight, 0.0, n)), inverse)
+    apart = eight & (i[:, None] // 4 != i[None, :] // 4)
+    one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    d, e = tl.where(four, n, 0.0), tl.where(four, turned, 0.0)
+    square, square_turned = _dot16(d, e, OPERAND), _dot16(e, d, OPERAND)
+    a = one - d + (square - _dot16(d, square_turned, OPERAND))
+    b = one - e + (square_turned - _dot16(e, square, OPERAND))
+    left = _dot16(a, tl.where(apart, turned, 0.0), OPERAND)
+    a, b = a - _dot16(left, b, OPERAND), b - _dot16(b, left, OPERAND)
+    left = _dot16(a, tl.where(eight, 0.0, turned), OPERAND)
+    return a - _dot16(left, b, OPERAND), b - _dot16(b, left, OPERAND)
 
 
 @triton.jit
@@ -135,17 +156,19 @@ def _gram(a, b, total):
 
 @triton.jit
 def _coupling(eta, gram, before_c, before_f, uc, uf):
-    """A block of A below its diagonal blocks."""
-    every = eta[:, None] == eta[:, None]
-    return eta[:, None] * gram * _pairwise(before_c[:, None], before_f[:, None], uc[None, :], uf[None, :], every)
+    """The transpose of a block of -A below its diagonal blocks."""
+    every = eta[None, :] == eta[None, :]
+    return -eta[None, :] * gram * _pairwise(before_c[None, :], before_f[None, :], uc[:, None], uf[:, None], every)
 
 
 @triton.jit
-def _diagonal(eta, gram, before_c, before_f, uc, uf, i):
-    """The inverse of a diagonal block of A."""
+def _diagonal(eta, gram, before_c, before_f, uc, uf, i, OPERAND: tl.constexpr):
+    """The inverse of a diagonal block of A, and its transpose."""
     strict = i[:, None] > i[None, :]
-    decay = _pairwise(before_c[:, None], before_f[:, None], uc[None, :], uf[None, :], strict)
-    return _invert16(eta[:, None] * gram * decay, i)
+    n = eta[:, None] * gram * _pairwise(before_c[:, None], before_f[:, None], uc[None, :], uf[None, :], strict)
+    strict = i[None, :] > i[:, None]
+    turned = eta[None, :] * gram * _pairwise(before_c[None, :], before_f[None, :], uc[:, None], uf[:, None], strict)
+    return _invert16(n, turned, i, OPERAND)
 
 
 @triton.jit
@@ -198,27 +221,32 @@ def _invert(
     bc2, bf2 = _running(log_decay, places, i + 32, 1, OPERAND)
     bc3, bf3 = _running(log_decay, places, i + 48, 1, OPERAND)
 
-    a00, a11 = _diagonal(e0, g00, bc0, bf0, c0, f0, i), _diagonal(e1, g11, bc1, bf1, c1, f1, i)
-    a22, a33 = _diagonal(e2, g22, bc2, bf2, c2, f2, i), _diagonal(e3, g33, bc3, bf3, c3, f3, i)
+    a00, t00 = _diagonal(e0, g00, bc0, bf0, c0, f0, i, OPERAND)
+    a11, t11 = _diagonal(e1, g11, bc1, bf1, c1, f1, i, OPERAND)
+    a22, t22 = _diagonal(e2, g22, bc2, bf2, c2, f2, i, OPERAND)
+    a33, t33 = _diagonal(e3, g33, bc3, bf3, c3, f3, i, OPERAND)
 
-    g10, g20, g21, g30, g31, g32 = none, none, none, none, none, none
+    g01, g02, g12, g03, g13, g23 = none, none, none, none, none, none
     for begin in range(0, K, BK):
         kk = begin + tl.arange(0, BK)
-        a0, a1 = load_rows(x0, there0, kk, K).to(OPERAND), load_rows(x1, in1, kk, K).to(OPERAND)
-        a2, a3 = load_rows(x2, in2, kk, K).to(OPERAND), load_rows(x3, in3, kk, K).to(OPERAND)
-        g10, g32 = _gram(a1, a0, g10), _gram(a3, a2, g32)
-        g20, g21 = _gram(a2, a0, g20), _gram(a2, a1, g21)
-        g30, g31 = _gram(a3, a0, g30), _gram(a3, a1, g31)
-    b10 = _dot16(a11, -_coupling(e1, g10, bc1, bf1, c0, f0))
-    b20 = _dot16(a22, -_coupling(e2, g20, bc2, bf2, c0, f0))
-    b21 = _dot16(a22, -_coupling(e2, g21, bc2, bf2, c1, f1))
-    b30 = _dot16(a33, -_coupling(e3, g30, bc3, bf3, c0, f0))
-    b31 = _dot16(a33, -_coupling(e3, g31, bc3, bf3, c1, f1))
-    b32 = _dot16(a33, -_coupling(e3, g32, bc3, bf3, c2, f2))
-    a10, a21, a32 = _dot16(b10, a00), _dot16(b21, a11), _dot16(b32, a22)
-    a20 = _dot16(b20, a00) + _dot16(b21, a10)
-    a31 = _dot16(b31, a11) + _dot16(b32, a21)
-    a30 = _dot16(b30, a00) + _dot16(b31, a10) + _dot16(b32, a20)
+        y0, y1 = load_rows(x0, there0, kk, K).to(OPERAND), load_rows(x1, in1, kk, K).to(OPERAND)
+        y2, y3 = load_rows(x2, in2, kk, K).to(OPERAND), load_rows(x3, in3, kk, K).to(OPERAND)
+        g01, g23 = _gram(y0, y1, g01), _gram(y2, y3, g23)
+        g02, g12 = _gram(y0, y2, g02), _gram(y1, y2, g12)
+        g03, g13 = _gram(y0, y3, g03), _gram(y1, y3, g13)
+    b10 = _dot16(a11, _coupling(e1, g01, bc1, bf1, c0, f0), OPERAND)
+    b21 = _dot16(a22, _coupling(e2, g12, bc2, bf2, c1, f1), OPERAND)
+    b32 = _dot16(a33, _coupling(e3, g23, bc3, bf3, c2, f2), OPERAND)
+    b20 = _dot16(a22, _coupling(e2, g02, bc2, bf2, c0, f0), OPERAND)
+    b31 = _dot16(a33, _coupling(e3, g13, bc3, bf3, c1, f1), OPERAND)
+    b30 = _dot16(a33, _coupling(e3, g03, bc3, bf3, c0, f0), OPERAND)
+    a10, t10 = _dot16(b10, t00, OPERAND), _dot16(t00, b10, OPERAND)
+    a21, t21 = _dot16(b21, t11, OPERAND), _dot16(t11, b21, OPERAND)
+    a32 = _dot16(b32, t22, OPERAND)
+    a20 = _dot16(b20, t00, OPERAND) + _dot16(b21, t10, OPERAND)
+    t20 = _dot16(t00, b20, OPERAND) + _dot16(t10, b21, OPERAND)
+    a31 = _dot16(b31, t11, OPERAND) + _dot16(b32, t21, OPERAND)
+    a30 = _dot16(b30, t00, OPERAND) + _dot16(b31, t10, OPERAND) + _dot16(b32, t20, OPERAND)
 
     into = inverse + program * C * C
     _store_block(into, i, 0, 0, a00, C)
