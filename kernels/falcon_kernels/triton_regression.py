@@ -624,6 +624,7 @@ class Plan:
     def __init__(
         self, layout: Layout, shape: torch.Size, value_dim: int, dtype: torch.dtype, device: torch.device,
         options: Options, before: bool, masked: bool, carried: bool, aligned: bool = False,
+        sizes: launch.Regression | None = None,
     ):  # fmt: skip
         *_, heads, key_dim = shape
         self.operand = operand_dtype(dtype)
@@ -631,7 +632,7 @@ class Plan:
         self.inverse = (layout.chunks, heads, CHUNK, CHUNK)
         self.numbers = (layout.length, layout.longest, heads, layout.chunks * heads * CHUNK)
         padded = max(16, triton.next_power_of_2(key_dim))
-        sizes = launch.regression(device, self.operand.itemsize, padded)
+        sizes = sizes or launch.regression(device, self.operand.itemsize, padded)
 
         base = {
             "K": key_dim, "C": CHUNK, "SHIFT": int(options.shifted), "CARRIED": carried, "PACKED": layout.packed,
