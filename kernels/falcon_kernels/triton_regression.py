@@ -130,6 +130,16 @@ def _dot16(a, b_turned, OPERAND: tl.constexpr):
 
 
 @triton.jit
+def _both16(a, b_turned, OPERAND: tl.constexpr):
+    """a b and its transpose."""
+    product = _dot16(a, b_turned, OPERAND)
+    if OPERAND == tl.bfloat16:
+        return product, _dot16(b_turned, a, OPERAND)
+    else:
+        return product, tl.trans(product)
+
+
+@triton.jit
 def _invert16(n, turned, i, OPERAND: tl.constexpr):
     """(I + n)^-1 and its transpose, of a strictly lower triangular n [16, 16] and its transpose, from blocks of 4 to 8
     to 16: no power of n above 3."""
@@ -138,13 +148,13 @@ def _invert16(n, turned, i, OPERAND: tl.constexpr):
     apart = eight & (i[:, None] // 4 != i[None, :] // 4)
     one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     d, e = tl.where(four, n, 0.0), tl.where(four, turned, 0.0)
-    square, square_turned = _dot16(d, e, OPERAND), _dot16(e, d, OPERAND)
-    a = one - d + (square - _dot16(d, square_turned, OPERAND))
-    b = one - e + (square_turned - _dot16(e, square, OPERAND))
-    left = _dot16(a, tl.where(apart, turned, 0.0), OPERAND)
-    a, b = a - _dot16(left, b, OPERAND), b - _dot16(b, left, OPERAND)
-    left = _dot16(a, tl.where(eight, 0.0, turned), OPERAND)
-    return a - _dot16(left, b, OPERAND), b - _dot16(b, left, OPERAND)
+    square, square_turned = _both16(d, e, OPERAND)
+    cube, cube_turned = _both16(d, square_turned, OPERAND)
+    a, b = one - d + (square - cube), one - e + (square_turned - cube_turned)
+    change, change_turned = _both16(_dot16(a, tl.where(apart, turned, 0.0), OPERAND), b, OPERAND)
+    a, b = a - change, b - change_turned
+    change, change_turned = _both16(_dot16(a, tl.where(eight, 0.0, turned), OPERAND), b, OPERAND)
+    return a - change, b - change_turned
 
 
 @triton.jit
@@ -240,11 +250,12 @@ def _invert(
     b20 = _dot16(a22, _coupling(e2, g02, bc2, bf2, c0, f0), OPERAND)
     b31 = _dot16(a33, _coupling(e3, g13, bc3, bf3, c1, f1), OPERAND)
     b30 = _dot16(a33, _coupling(e3, g03, bc3, bf3, c0, f0), OPERAND)
-    a10, t10 = _dot16(b10, t00, OPERAND), _dot16(t00, b10, OPERAND)
-    a21, t21 = _dot16(b21, t11, OPERAND), _dot16(t11, b21, OPERAND)
+    a10, t10 = _both16(b10, t00, OPERAND)
+    a21, t21 = _both16(b21, t11, OPERAND)
     a32 = _dot16(b32, t22, OPERAND)
-    a20 = _dot16(b20, t00, OPERAND) + _dot16(b21, t10, OPERAND)
-    t20 = _dot16(t00, b20, OPERAND) + _dot16(t10, b21, OPERAND)
+    near, near_turned = _both16(b21, t10, OPERAND)
+    a20, t20 = _both16(b20, t00, OPERAND)
+    a20, t20 = a20 + near, t20 + near_turned
     a31 = _dot16(b31, t11, OPERAND) + _dot16(b32, t21, OPERAND)
     a30 = _dot16(b30, t00, OPERAND) + _dot16(b31, t10, OPERAND) + _dot16(b32, t20, OPERAND)
 
