@@ -492,11 +492,6 @@ def _gradients(
     here = place < count
     there = exists(place, here, SHIFT, CARRIED)
     row = (low + place) * heads + head
-    eta = tl.load(weight + i)
-    uc, uf = _running(log_decay, places, i, 0, OPERAND)
-    before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
-    rc, rf = _running(log_decay, places, i, LAG, OPERAND)
-    end_c, end_f = _at_end(log_decay, places, C, OPERAND)
     x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     transposed = tl.load(inverse + program * C * C + i[None, :] * C + i[:, None])
 
@@ -506,6 +501,8 @@ def _gradients(
         given = load_rows(_rows(grad_output, low + start, head, heads, i, V), here, columns, V).to(OPERAND)
         residual = load_rows(_rows(z, low + start, head, heads, i, V), here, columns, V)
         scores = tl.dot(given, tl.trans(residual), scores, input_precision=PRECISION)
+    uc, uf = _running(log_decay, places, i, 0, OPERAND)
+    rc, rf = _running(log_decay, places, i, LAG, OPERAND)
     seen = i[:, None] >= i[None, :] + LAG
     scores *= _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
     narrow = scores.to(OPERAND)
@@ -523,6 +520,8 @@ def _gradients(
         store_rows(_rows(grad_q, low + start, head, heads, i, K), dq, here, kk, K)
         read += tl.sum(load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(tl.float32) * dq, 1)
 
+    # Step sizes and decays are loaded again for each part: along the columns of a product they take many registers.
+    eta = tl.load(weight + i)
     grad_eta = tl.zeros([C], tl.float32)
     system = tl.zeros([C, C], tl.float32)
     turned = tl.zeros([C, C], tl.float32)
@@ -535,6 +534,9 @@ def _gradients(
         found = y.to(OPERAND)
         system = tl.dot(found, tl.trans(residual), system, input_precision=PRECISION)
         turned = tl.dot(residual, tl.trans(found), turned, input_precision=PRECISION)
+    uc, uf = _running(log_decay, places, i, 0, OPERAND)
+    before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
+    eta = tl.load(weight + i)
     strict = i[:, None] > i[None, :]
     system *= -_pairwise(before_c[:, None], before_f[:, None], uc[None, :], uf[None, :], strict)
     strict = i[None, :] > i[:, None]
@@ -547,10 +549,16 @@ def _gradients(
         given = load_rows(_rows(grad_output, low + start, head, heads, i, V), here, columns, V).to(OPERAND)
         residual = load_rows(_rows(z, low + start, head, heads, i, V), here, columns, V)
         scores = tl.dot(residual, tl.trans(given), scores, input_precision=PRECISION)
+    uc, uf = _running(log_decay, places, i, 0, OPERAND)
+    rc, rf = _running(log_decay, places, i, LAG, OPERAND)
     seen = i[None, :] >= i[:, None] + LAG
     scores *= _pairwise(rc[None, :], rf[None, :], uc[:, None], uf[:, None], seen)
     narrow = scores.to(OPERAND)
 
+    eta = tl.load(weight + i)
+    before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
+    uc, uf = _running(log_decay, places, i, 0, OPERAND)
+    end_c, end_f = _at_end(log_decay, places, C, OPERAND)
     into = _x_rows(grad_k, grad_previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     decayed = tl.zeros([C], tl.float32)
     carried = tl.zeros([C], tl.float32)
