@@ -107,7 +107,8 @@ def test_packed_documents(name, lengths):
 def test_correlated_keys(cosine):
     """Gains near 2 on keys that repeat or nearly do, where an inverse by squaring explodes.
 
-    One rounding of eta x'x in float32 counts as often as a chunk has steps where keys all but repeat.
+    Where keys all but repeat, the sums of the inverse cancel, and a rounding in them counts as often as a chunk has
+    steps: numpy's order of summation, which the interpreter has, leaves ten times the error of a running sum.
     """
     rule = RULES["next"]
     inputs, state = case(rule, B=1, T=130, H=1, K=32, V=16)
@@ -115,7 +116,7 @@ def test_correlated_keys(cosine):
         inputs["k"].copy_(cosine**0.5 * inputs["k"][:, :1] + (1 - cosine) ** 0.5 * inputs["k"])
         inputs["gain"].fill_(1.99)
         inputs["ridge"] *= 1e-2
-    check(inputs, rule, state, **({"forward": 5e-5, "backward": 2e-4} if cosine > 0.5 else {}))
+    check(inputs, rule, state, **({"forward": 8e-5, "backward": 2e-4} if cosine > 0.5 else {}))
 
 
 @pytest.mark.parametrize("every", [1, 7])

@@ -118,43 +118,52 @@ def _halves(a):
 
 
 @triton.jit
-def _dot16(a, b_turned, OPERAND: tl.constexpr):
-    """a b, wider than what the inverse is stored in. Of b the transpose is given: an accumulator [16, 16] of bfloat16
-    is a left operand as it lies, and a right operand once it is turned."""
+def _dot16(a, b, OPERAND: tl.constexpr):
+    """a b, wider than what the inverse is stored in. For bfloat16, b is given transposed: an accumulator [16, 16] of
+    bfloat16 is a left operand as it lies, and a right operand once it is turned."""
     if OPERAND == tl.bfloat16:
         a_high, a_low = _halves(a)
-        b_high, b_low = _halves(tl.trans(b_turned))
+        b_high, b_low = _halves(tl.trans(b))
         return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
     else:
-        return tl.dot(a, tl.trans(b_turned), input_precision="tf32x3")
+        return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
-def _both16(a, b_turned, OPERAND: tl.constexpr):
-    """a b and its transpose."""
-    product = _dot16(a, b_turned, OPERAND)
+def _right16(a, b, b_right, OPERAND: tl.constexpr):
+    """a b as a right operand of `_dot16`; `b_right` is b as one."""
     if OPERAND == tl.bfloat16:
-        return product, _dot16(b_turned, a, OPERAND)
+        return _dot16(b_right, a, OPERAND)
     else:
-        return product, tl.trans(product)
+        return _dot16(a, b, OPERAND)
 
 
 @triton.jit
-def _invert16(n, turned, i, OPERAND: tl.constexpr):
-    """(I + n)^-1 and its transpose, of a strictly lower triangular n [16, 16] and its transpose, from blocks of 4 to 8
-    to 16: no power of n above 3."""
+def _both16(a, b_right, OPERAND: tl.constexpr):
+    """a b, and that as a right operand of `_dot16`."""
+    product = _dot16(a, b_right, OPERAND)
+    if OPERAND == tl.bfloat16:
+        return product, _dot16(b_right, a, OPERAND)
+    else:
+        return product, product
+
+
+@triton.jit
+def _invert16(n, right, i, OPERAND: tl.constexpr):
+    """(I + n)^-1 and that as a right operand, of a strictly lower triangular n [16, 16] and that as a right operand,
+    from blocks of 4 to 8 to 16: no power of n above 3."""
     eight = i[:, None] // 8 == i[None, :] // 8
     four = i[:, None] // 4 == i[None, :] // 4
     apart = eight & (i[:, None] // 4 != i[None, :] // 4)
     one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    d, e = tl.where(four, n, 0.0), tl.where(four, turned, 0.0)
-    square, square_turned = _both16(d, e, OPERAND)
-    cube, cube_turned = _both16(d, square_turned, OPERAND)
-    a, b = one - d + (square - cube), one - e + (square_turned - cube_turned)
-    change, change_turned = _both16(_dot16(a, tl.where(apart, turned, 0.0), OPERAND), b, OPERAND)
-    a, b = a - change, b - change_turned
-    change, change_turned = _both16(_dot16(a, tl.where(eight, 0.0, turned), OPERAND), b, OPERAND)
-    return a - change, b - change_turned
+    d, d_right = tl.where(four, n, 0.0), tl.where(four, right, 0.0)
+    square, square_right = _both16(d, d_right, OPERAND)
+    cube, cube_right = _both16(d, square_right, OPERAND)
+    a, a_right = one - d + (square - cube), one - d_right + (square_right - cube_right)
+    change, change_right = _both16(_dot16(a, tl.where(apart, right, 0.0), OPERAND), a_right, OPERAND)
+    a, a_right = a - change, a_right - change_right
+    change, change_right = _both16(_dot16(a, tl.where(eight, 0.0, right), OPERAND), a_right, OPERAND)
+    return a - change, a_right - change_right
 
 
 @triton.jit
@@ -166,19 +175,22 @@ def _gram(a, b, total):
 
 @triton.jit
 def _coupling(eta, gram, before_c, before_f, uc, uf):
-    """The transpose of a block of -A below its diagonal blocks."""
-    every = eta[None, :] == eta[None, :]
-    return -eta[None, :] * gram * _pairwise(before_c[None, :], before_f[None, :], uc[:, None], uf[:, None], every)
+    """A block of -A below its diagonal blocks."""
+    every = eta[:, None] == eta[:, None]
+    return -eta[:, None] * gram * _pairwise(before_c[:, None], before_f[:, None], uc[None, :], uf[None, :], every)
 
 
 @triton.jit
 def _diagonal(eta, gram, before_c, before_f, uc, uf, i, OPERAND: tl.constexpr):
-    """The inverse of a diagonal block of A, and its transpose."""
+    """The inverse of a diagonal block of A, and that as a right operand."""
     strict = i[:, None] > i[None, :]
     n = eta[:, None] * gram * _pairwise(before_c[:, None], before_f[:, None], uc[None, :], uf[None, :], strict)
-    strict = i[None, :] > i[:, None]
-    turned = eta[None, :] * gram * _pairwise(before_c[None, :], before_f[None, :], uc[:, None], uf[:, None], strict)
-    return _invert16(n, turned, i, OPERAND)
+    right = n
+    if OPERAND == tl.bfloat16:
+        strict = i[None, :] > i[:, None]
+        decay = _pairwise(before_c[None, :], before_f[None, :], uc[:, None], uf[:, None], strict)
+        right = eta[None, :] * gram * decay
+    return _invert16(n, right, i, OPERAND)
 
 
 @triton.jit
@@ -231,33 +243,32 @@ def _invert(
     bc2, bf2 = _running(log_decay, places, i + 32, 1, OPERAND)
     bc3, bf3 = _running(log_decay, places, i + 48, 1, OPERAND)
 
-    a00, t00 = _diagonal(e0, g00, bc0, bf0, c0, f0, i, OPERAND)
-    a11, t11 = _diagonal(e1, g11, bc1, bf1, c1, f1, i, OPERAND)
-    a22, t22 = _diagonal(e2, g22, bc2, bf2, c2, f2, i, OPERAND)
-    a33, t33 = _diagonal(e3, g33, bc3, bf3, c3, f3, i, OPERAND)
+    a00, r00 = _diagonal(e0, g00, bc0, bf0, c0, f0, i, OPERAND)
+    a11, r11 = _diagonal(e1, g11, bc1, bf1, c1, f1, i, OPERAND)
+    a22, r22 = _diagonal(e2, g22, bc2, bf2, c2, f2, i, OPERAND)
+    a33, _ = _diagonal(e3, g33, bc3, bf3, c3, f3, i, OPERAND)
 
-    g01, g02, g12, g03, g13, g23 = none, none, none, none, none, none
+    g10, g20, g21, g30, g31, g32 = none, none, none, none, none, none
     for begin in range(0, K, BK):
         kk = begin + tl.arange(0, BK)
         y0, y1 = load_rows(x0, there0, kk, K).to(OPERAND), load_rows(x1, in1, kk, K).to(OPERAND)
         y2, y3 = load_rows(x2, in2, kk, K).to(OPERAND), load_rows(x3, in3, kk, K).to(OPERAND)
-        g01, g23 = _gram(y0, y1, g01), _gram(y2, y3, g23)
-        g02, g12 = _gram(y0, y2, g02), _gram(y1, y2, g12)
-        g03, g13 = _gram(y0, y3, g03), _gram(y1, y3, g13)
-    b10 = _dot16(a11, _coupling(e1, g01, bc1, bf1, c0, f0), OPERAND)
-    b21 = _dot16(a22, _coupling(e2, g12, bc2, bf2, c1, f1), OPERAND)
-    b32 = _dot16(a33, _coupling(e3, g23, bc3, bf3, c2, f2), OPERAND)
-    b20 = _dot16(a22, _coupling(e2, g02, bc2, bf2, c0, f0), OPERAND)
-    b31 = _dot16(a33, _coupling(e3, g13, bc3, bf3, c1, f1), OPERAND)
-    b30 = _dot16(a33, _coupling(e3, g03, bc3, bf3, c0, f0), OPERAND)
-    a10, t10 = _both16(b10, t00, OPERAND)
-    a21, t21 = _both16(b21, t11, OPERAND)
-    a32 = _dot16(b32, t22, OPERAND)
-    near, near_turned = _both16(b21, t10, OPERAND)
-    a20, t20 = _both16(b20, t00, OPERAND)
-    a20, t20 = a20 + near, t20 + near_turned
-    a31 = _dot16(b31, t11, OPERAND) + _dot16(b32, t21, OPERAND)
-    a30 = _dot16(b30, t00, OPERAND) + _dot16(b31, t10, OPERAND) + _dot16(b32, t20, OPERAND)
+        g10, g32 = _gram(y1, y0, g10), _gram(y3, y2, g32)
+        g20, g21 = _gram(y2, y0, g20), _gram(y2, y1, g21)
+        g30, g31 = _gram(y3, y0, g30), _gram(y3, y1, g31)
+    n10 = _coupling(e1, g10, bc1, bf1, c0, f0)
+    n20, n21 = _coupling(e2, g20, bc2, bf2, c0, f0), _coupling(e2, g21, bc2, bf2, c1, f1)
+    n30, n31 = _coupling(e3, g30, bc3, bf3, c0, f0), _coupling(e3, g31, bc3, bf3, c1, f1)
+    n32 = _coupling(e3, g32, bc3, bf3, c2, f2)
+    a10, r10 = _both16(a11, _right16(n10, a00, r00, OPERAND), OPERAND)
+    a21, r21 = _both16(a22, _right16(n21, a11, r11, OPERAND), OPERAND)
+    a32 = _dot16(a33, _right16(n32, a22, r22, OPERAND), OPERAND)
+    sums = _right16(n20, a00, r00, OPERAND) + _right16(n21, a10, r10, OPERAND)
+    a20, r20 = _both16(a22, sums, OPERAND)
+    sums = _right16(n31, a11, r11, OPERAND) + _right16(n32, a21, r21, OPERAND)
+    a31 = _dot16(a33, sums, OPERAND)
+    sums = _right16(n30, a00, r00, OPERAND) + _right16(n31, a10, r10, OPERAND) + _right16(n32, a20, r20, OPERAND)
+    a30 = _dot16(a33, sums, OPERAND)
 
     into = inverse + program * C * C
     _store_block(into, i, 0, 0, a00, C)
