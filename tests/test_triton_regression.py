@@ -167,6 +167,7 @@ def test_half_precision_inputs():
     assert have.output.dtype == torch.float16
     assert have.final_state.memory.dtype == torch.float32
     assert_same(have.output, want.output, 1e-3)
-    for t, a, b in zip(half.values(), *(gradients(o, list(i.values())) for o, i in ((have, half), (want, wide)))):
+    grads = (gradients(o, list(i.values())) for o, i in ((have, half), (want, wide)))
+    for t, a, b in zip(half.values(), *grads, strict=True):
         assert a.dtype == t.dtype
         assert_same(a, b, 2e-3)

@@ -75,13 +75,13 @@ REGRESSION = {  # keys as in TABLE
 }
 WIDE_REGRESSION = {  # 4-byte operands, on any card, by K
     64: Regression(
-        Config(16, 1, 1), Config(32, 4, 1), Config(32, 4, 1), Config(32, 4, 1), Config(32, 4, 1), Config(32, 8, 1)
+        Config(16, 1, 1), Config(32, 4, 1), Config(16, 4, 1), Config(32, 4, 1), Config(16, 4, 1), Config(16, 4, 1)
     ),
     128: Regression(
-        Config(16, 1, 1), Config(32, 4, 1), Config(16, 4, 1), Config(32, 4, 1), Config(16, 4, 1), Config(32, 8, 1)
+        Config(16, 1, 1), Config(32, 4, 1), Config(16, 8, 1), Config(32, 4, 1), Config(16, 8, 1), Config(16, 4, 1)
     ),
     256: Regression(
-        Config(16, 1, 1), Config(32, 4, 1), Config(16, 4, 1), Config(32, 4, 1), Config(16, 4, 1), Config(32, 8, 1)
+        Config(16, 1, 1), Config(32, 4, 1), Config(16, 8, 1), Config(32, 4, 1), Config(16, 8, 1), Config(16, 4, 1)
     ),
 }
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 NAMESPACE = "falcon_kernels"  # of the custom ops; a copy of this package beside it needs another
-NUMBERS = ["length", "longest", "heads", "tokens", "parts", "part_chunks", "places"]  # no recompilation when these change
+# No recompilation when these change.
+NUMBERS = ["length", "longest", "heads", "tokens", "parts", "part_chunks", "places"]
 
 
 class Layout(NamedTuple):

@@ -33,9 +33,9 @@ Elements moved per token and head, the forward of training:
 Kept for the backward are A^-1, S and Z; W is formed again there, as fast as it is read and a sixth of what is kept:
     prepare 3K + 2V + C, reverse 3K + 3V + KV/C, gradients 4K + 5V + C + 2KV/C
 
-Decays enter as exp(u_t - u_s), s <= t only. The schedule sums u, for other than bfloat16 inputs in two parts, one rounded
-to 2^-12 so that its sums and differences are exact while |u| < 4,096, so that a difference is as accurate as if no other
-step were in it.
+Decays enter as exp(u_t - u_s), s <= t only. The schedule sums u, for other than bfloat16 inputs in two parts, one of
+them rounded to 2^-12 so that its sums and differences are exact while |u| < 4,096, so that a difference is as accurate
+as if no other step were in it.
 """
 
 import torch
@@ -82,7 +82,7 @@ def _running(log_decay, places, i, LAG: tl.constexpr, OPERAND: tl.constexpr):
     """u of the places i of the chunk that `log_decay` points to, or of those LAG before, in two parts."""
     there = i >= LAG
     coarse = tl.load(log_decay + i - LAG, mask=there, other=0.0) if LAG else tl.load(log_decay + i)
-    if OPERAND == tl.bfloat16:
+    if tl.bfloat16 == OPERAND:
         return coarse, tl.zeros(i.shape, tl.float32)
     elif LAG:
         return coarse, tl.load(log_decay + places + i - LAG, mask=there, other=0.0)
@@ -93,7 +93,7 @@ def _running(log_decay, places, i, LAG: tl.constexpr, OPERAND: tl.constexpr):
 @triton.jit
 def _at_end(log_decay, places, C: tl.constexpr, OPERAND: tl.constexpr):
     """u_C in two parts."""
-    if OPERAND == tl.bfloat16:
+    if tl.bfloat16 == OPERAND:
         return tl.load(log_decay + C - 1), 0.0
     else:
         return tl.load(log_decay + C - 1), tl.load(log_decay + places + C - 1)
@@ -121,7 +121,7 @@ def _halves(a):
 def _dot16(a, b, OPERAND: tl.constexpr):
     """a b, wider than what the inverse is stored in. For bfloat16, b is given transposed: an accumulator [16, 16] of
     bfloat16 is a left operand as it lies, and a right operand once it is turned."""
-    if OPERAND == tl.bfloat16:
+    if tl.bfloat16 == OPERAND:
         a_high, a_low = _halves(a)
         b_high, b_low = _halves(tl.trans(b))
         return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
@@ -132,7 +132,7 @@ def _dot16(a, b, OPERAND: tl.constexpr):
 @triton.jit
 def _right16(a, b, b_right, OPERAND: tl.constexpr):
     """a b as a right operand of `_dot16`; `b_right` is b as one."""
-    if OPERAND == tl.bfloat16:
+    if tl.bfloat16 == OPERAND:
         return _dot16(b_right, a, OPERAND)
     else:
         return _dot16(a, b, OPERAND)
@@ -142,7 +142,7 @@ def _right16(a, b, b_right, OPERAND: tl.constexpr):
 def _both16(a, b_right, OPERAND: tl.constexpr):
     """a b, and that as a right operand of `_dot16`."""
     product = _dot16(a, b_right, OPERAND)
-    if OPERAND == tl.bfloat16:
+    if tl.bfloat16 == OPERAND:
         return product, _dot16(b_right, a, OPERAND)
     else:
         return product, product
@@ -186,7 +186,7 @@ def _diagonal(eta, gram, before_c, before_f, uc, uf, i, OPERAND: tl.constexpr):
     strict = i[:, None] > i[None, :]
     n = eta[:, None] * gram * _pairwise(before_c[:, None], before_f[:, None], uc[None, :], uf[None, :], strict)
     right = n
-    if OPERAND == tl.bfloat16:
+    if tl.bfloat16 == OPERAND:
         strict = i[None, :] > i[:, None]
         decay = _pairwise(before_c[None, :], before_f[None, :], uc[:, None], uf[:, None], strict)
         right = eta[None, :] * gram * decay
@@ -335,7 +335,8 @@ def _prepare(
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
         y = load_rows(_rows(values, low + start, head, heads, i, V), here, columns, V).to(OPERAND)
-        store_rows(_rows(out, low + start, head, heads, i, V), tl.dot(left, y, input_precision=PRECISION), here, columns, V)
+        y = tl.dot(left, y, input_precision=PRECISION)
+        store_rows(_rows(out, low + start, head, heads, i, V), y, here, columns, V)
 
 
 # Forward over the chunks, and the read
@@ -359,10 +360,7 @@ def _carry(
     number = tl.load(first + sequence) if PACKED else sequence * longest
     kk, i = tl.arange(0, BK), tl.arange(0, C)
     own, inside = _turned(program * K * V + kk * V, columns, kk < K, V)
-    if CARRIED:
-        s = tl.load(memory + own, mask=inside, other=0.0)
-    else:
-        s = tl.zeros([BV, BK], tl.float32)
+    s = tl.load(memory + own, mask=inside, other=0.0) if CARRIED else tl.zeros([BV, BK], tl.float32)
     for start in range(0, count, C):
         chunk = (number + start // C) * heads + head
         decays = log_decay + chunk * C
@@ -447,10 +445,7 @@ def _reverse(
     number = tl.load(first + sequence) if PACKED else sequence * longest
     kk, i = tl.arange(0, BK), tl.arange(0, C)
     own, inside = _turned(program * K * V + kk * V, columns, kk < K, V)
-    if FINAL:
-        g = tl.load(grad_final + own, mask=inside, other=0.0)
-    else:
-        g = tl.zeros([BV, BK], tl.float32)
+    g = tl.load(grad_final + own, mask=inside, other=0.0) if FINAL else tl.zeros([BV, BK], tl.float32)
     chunks = tl.cdiv(count, C)
     for back in range(0, chunks):
         start = (chunks - 1 - back) * C
@@ -538,7 +533,8 @@ def _gradients(
     turned = tl.zeros([C, C], tl.float32)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
-        y = tl.dot(transposed, load_rows(_rows(grad_z, low + start, head, heads, i, V), here, columns, V), input_precision=PRECISION)
+        dz = load_rows(_rows(grad_z, low + start, head, heads, i, V), here, columns, V)
+        y = tl.dot(transposed, dz, input_precision=PRECISION)
         store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
         grad_eta += tl.sum(y * load_rows(_rows(v, low + start, head, heads, i, V), here, columns, V).to(tl.float32), 1)
         residual = load_rows(_rows(z, low + start, head, heads, i, V), here, columns, V)
@@ -607,7 +603,8 @@ def _gradients(
         if K > BK:  # until what the energy asks for is known
             store_rows(into, dx, there, kk, K)
         if SHIFT:  # the last key is a write feature of the next call, through the state
-            store_rows(_rows(grad_k, low + start, head, heads, i, K), tl.zeros([C, BK], tl.float32), place == count - 1, kk, K)
+            last = _rows(grad_k, low + start, head, heads, i, K)
+            store_rows(last, tl.zeros([C, BK], tl.float32), place == count - 1, kk, K)
 
     # Cotangents of u: `at` of u_t, `ahead` of u_{t-1}; those of u_C are in `carried` and `end`.
     at = carried - written + read * (1 - LAG)
@@ -626,8 +623,9 @@ def _gradients(
     if RIDGE > 0:
         coefficient = tl.load(ridge + row, mask=active, other=0.0).to(tl.float32)
     statistic = tl.load(energy + program * C + i)
+    grad_eta += decayed
     of_gain, of_ridge, of_energy = step_gradients(
-        beta, coefficient, statistic, grad_eta + decayed, grad_decay, active, RIDGE, DIRECT, True, DETACH, EPSILON, FLOOR
+        beta, coefficient, statistic, grad_eta, grad_decay, active, RIDGE, DIRECT, True, DETACH, EPSILON, FLOOR
     )
     tl.store(grad_gain + row, of_gain, mask=here)
     if RIDGE > 0:
@@ -729,7 +727,7 @@ def forward(
     Args:
         q, k: [B, T, H, K]; v: [B, T, H, V]; float32, bfloat16 or float16, the same for all.
         weight: float32 [chunks, H, C] step sizes, 0 for what is no token and for a first token without a pair.
-        log_decay: float32 [chunks, H, C], running from the chunk's start; not of bfloat16 inputs in two parts, [2, ...].
+        log_decay: float32 [chunks, H, C], running from the chunk's start; but of bfloat16 in two parts, [2, ...].
         memory: float32 [S, H, K, V]; S is B, or the number of documents; None for zero.
         previous: [S, H, K] previous keys, 0 where there is none.
     """

@@ -2,11 +2,11 @@
 
 A program takes a chunk of tokens of one head, reads their keys shifted in place, and ends with three numbers a token:
 weight, log decay, and the energy E, kept for the backward. All of it in float32, E from the rounded keys that the
-products use too. The numbers lie as the core that follows reads them, the decay running from the chunk's start. For the
-additive cores that is [H, B T], and the gradients come back in the same places, that of a log decay for the token alone.
-For falcon_1, whose backward ends with the schedule's, through `step_gradients`, it is [chunks, H, C], weights 0 and
-decays as at the end for what is no token; with PARTS of 2 the decays are in two sums, [2, chunks, H, C], of the decays
-rounded down to multiples of 2^-12, which is exact while it is below 4,096, and of the rest.
+products use too. The numbers lie as the core that follows reads them, the decay running from the chunk's start: for the
+additive cores [H, B T], and the gradients come back in the same places, that of a log decay for the token alone; for
+falcon_1, whose backward ends with the schedule's, through `step_gradients`, [chunks, H, C], where what is no token has
+weight 0 and the decay of the end. With PARTS of 2 its decays are in two sums, [2, chunks, H, C]: of the decays rounded
+down to multiples of 2^-12, which is exact while it is below 4,096, and of the rest.
 
 Floor a token and head: K keys read, 8 bytes in and 12 out; backward K read, and K read and written, as the backward
 adds to the gradients of keys that the core has left.
