@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from falcon_kernels import FalconState, Rule, falcon_attention, launch, triton_api, triton_attention
+from falcon_kernels import FalconState, Rule, falcon_attention, launch, triton_api, triton_attention, triton_regression
 from falcon_kernels.launch import Config
 
 RESULT = Path(__file__).parent / "results" / "triton_scalar_rules.json"
@@ -222,6 +222,61 @@ def tune(name: str) -> list[dict]:
     return rows
 
 
+# Of falcon_1, by kernel: tile, warps, stages, and a limit of registers or 0
+REGRESSION_CANDIDATES = {
+    "invert": [(32, 1, 1, 0), (64, 1, 1, 0), (32, 1, 1, 168), (32, 1, 1, 128)],
+    "prepare": [(64, 4, 1, 0), (64, 4, 2, 0), (32, 4, 1, 0), (64, 8, 1, 0)],
+    "carry": [(64, 4, 1, 0), (64, 4, 2, 0), (64, 4, 3, 0), (32, 4, 2, 0), (128, 8, 2, 0)],
+    "read": [(64, 4, 1, 0), (128, 4, 1, 0), (128, 8, 1, 0), (64, 4, 2, 0)],
+    "reverse": [(64, 4, 1, 0), (64, 4, 2, 0), (64, 4, 2, 168), (32, 4, 2, 0), (128, 8, 2, 0)],
+    "gradients": [(64, 4, 1, 0), (64, 4, 1, 168), (32, 4, 1, 0), (32, 4, 1, 168), (64, 8, 1, 0), (64, 4, 2, 0)],
+}
+
+
+def tune_regression() -> list[dict]:
+    """As `tune`, of the kernels of falcon_1; K = 256 tells which of them are wrong there."""
+    rows = []
+    made = triton_regression.Plan.__init__
+    for shape in ((32, 1024, 12, 64), (8, 4096, 16, 128), (1, 32768, 16, 128), (4, 2048, 4, 256)):
+        key = ("large", 2, shape[3])
+        shipped = launch.REGRESSION[key]
+        given = inputs(shape, torch.bfloat16)
+        cotangent = torch.randn(*shape, device="cuda").bfloat16()
+
+        def both(given=given, cotangent=cotangent):
+            rule = Rule("falcon_1")
+            return torch.autograd.grad(falcon_attention(*given, rule=rule, impl="triton").output, given, cotangent)
+
+        want = both()
+        for kernel, candidates in REGRESSION_CANDIDATES.items():
+            for *sizes, registers in candidates:
+                config = launch.Config(*sizes)
+                if config.value_tile > shape[3]:
+                    continue
+
+                def limited(self, *arguments, made=made, kernel=kernel, registers=registers, **more):
+                    made(self, *arguments, **more)
+                    if registers:
+                        getattr(self, kernel).constants["maxnreg"] = registers
+
+                launch.REGRESSION[key] = shipped._replace(**{kernel: config})
+                triton_regression.Plan.__init__ = limited
+                triton_attention.plan_of.cache_clear()
+                row = {"rule": "falcon_1", "shape": shape, "kernel": kernel, **config._asdict(), "registers": registers}
+                try:
+                    row["off"] = max(((a - b).norm() / b.norm()).item() for a, b in zip(both(), want, strict=True))
+                    row["ms"] = sum(t for n, t in kernel_times(both).items() if n == f"_{kernel}")
+                    row["shipped"] = config == getattr(shipped, kernel) and not registers
+                except Exception as problem:
+                    row["failed"] = str(problem)[:80]
+                rows.append(row)
+                print(row, flush=True)
+        launch.REGRESSION[key] = shipped
+        triton_regression.Plan.__init__ = made
+        triton_attention.plan_of.cache_clear()
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rules", nargs="+", default=list(triton_api.RULES))
@@ -256,7 +311,9 @@ def main() -> int:
             print("; ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
             torch.cuda.empty_cache()
 
-    tuned = [row for name in options.rules if options.tune for row in tune(name)]
+    tuned = []
+    for name in options.rules if options.tune else ():
+        tuned += tune_regression() if name == "falcon_1" else tune(name)
 
     RESULT.parent.mkdir(exist_ok=True)
     facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "bytes per second": BYTES_PER_SECOND}

@@ -115,10 +115,10 @@ def _forward(*arguments) -> tuple[Tensor, ...]:
     final_memory = torch.empty(plan.memory, dtype=torch.float32, device=q.device) if final else None
     kept: tuple[Tensor | None, ...] = (None, None, None)
     if plan.residual:
-        found = triton_regression.forward(
+        made = triton_regression.forward(
             plan.core, tables, q, k, v, weight, log_decay, memory, before.previous_key, output, final_memory
         )
-        kept = found if keep else kept
+        kept = made if keep else kept
     else:
         triton_additive.forward(plan.core, tables, q, k, v, weight, log_decay, memory, before, output, final_memory)
     found = (output, final_memory, weight, log_decay, energy, *kept)
