@@ -138,7 +138,7 @@ def _fake(*arguments):
     inverse, states, residuals = (v.new_empty(0) for _ in range(3))
     if residual and keep:
         wide = triton_regression.operand_dtype(q.dtype)
-        inverse = v.new_empty((layout.chunks, heads, chunk, chunk), dtype=wide)
+        inverse = v.new_empty((layout.chunks, heads, chunk, chunk), dtype=torch.float32)
         states = v.new_empty((layout.chunks, heads, v.shape[-1], key_dim), dtype=wide)
         residuals = v.new_empty(v.shape, dtype=wide)
     three = (v.new_empty(shape, dtype=torch.float32) for shape in shapes)

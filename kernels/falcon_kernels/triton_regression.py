@@ -292,6 +292,17 @@ def _invert(
 # What does not depend on other chunks
 
 
+@triton.jit
+def _wide_dot(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """a b with a in float32 or, where b is bfloat16, in 16 bits of it: with less, W and U of keys that repeat at gains
+    near 2 lose another two bits."""
+    if tl.bfloat16 == OPERAND:
+        high, low = _halves(a)
+        return tl.dot(high, b, tl.dot(low, b))
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def _prepare(
     q, k, values, previous, weight, log_decay, inverse, w, out, bounds, first, owner, length, longest, heads, places,
@@ -315,12 +326,12 @@ def _prepare(
     there = exists(place, here, SHIFT, CARRIED)
 
     solved = tl.load(inverse + program * C * C + i[:, None] * C + i[None, :]).to(tl.float32)
-    left = (solved * (eta * tl.exp(before_c + before_f))[None, :]).to(OPERAND)
+    left = solved * (eta * tl.exp(before_c + before_f))[None, :]
     scores = tl.zeros([C, C], tl.float32)
     for begin in range(0, K, BK):
         kk = begin + tl.arange(0, BK)
         x = load_rows(x_at, there, kk, K).to(OPERAND)
-        store_rows(_rows(w, low + start, head, heads, i, K), tl.dot(left, x, input_precision=PRECISION), here, kk, K)
+        store_rows(_rows(w, low + start, head, heads, i, K), _wide_dot(left, x, OPERAND, PRECISION), here, kk, K)
         if ADJOINT:
             queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
             scores = tl.dot(x, tl.trans(queries), scores, input_precision=PRECISION)
@@ -329,13 +340,13 @@ def _prepare(
         rc, rf = _running(log_decay, places, i, LAG, OPERAND)
         seen = i[None, :] >= i[:, None] + LAG
         scores *= _pairwise(rc[None, :], rf[None, :], uc[:, None], uf[:, None], seen)
-        left = scores.to(OPERAND)
+        left = scores
     else:
-        left = (solved * eta[None, :]).to(OPERAND)
+        left = solved * eta[None, :]
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
         y = load_rows(_rows(values, low + start, head, heads, i, V), here, columns, V).to(OPERAND)
-        y = tl.dot(left, y, input_precision=PRECISION)
+        y = tl.dot(left.to(OPERAND), y, input_precision=PRECISION) if ADJOINT else _wide_dot(left, y, OPERAND, PRECISION)
         store_rows(_rows(out, low + start, head, heads, i, V), y, here, columns, V)
 
 
@@ -499,7 +510,7 @@ def _gradients(
     there = exists(place, here, SHIFT, CARRIED)
     row = (low + place) * heads + head
     x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
-    transposed = tl.load(inverse + program * C * C + i[None, :] * C + i[:, None])
+    transposed = tl.load(inverse + program * C * C + i[None, :] * C + i[:, None]).to(OPERAND)
 
     scores = tl.zeros([C, C], tl.float32)
     for begin in range(0, V, BV):
@@ -731,7 +742,8 @@ def forward(
         memory: float32 [S, H, K, V]; S is B, or the number of documents; None for zero.
         previous: [S, H, K] previous keys, 0 where there is none.
     """
-    inverse, states = (torch.empty(s, dtype=plan.operand, device=q.device) for s in (plan.inverse, plan.states))
+    inverse = torch.empty(plan.inverse, dtype=torch.float32, device=q.device)
+    states = torch.empty(plan.states, dtype=plan.operand, device=q.device)
     w, z = (torch.empty(t.shape, dtype=plan.operand, device=q.device) for t in (q, v))
     plan.invert(k, previous, weight, log_decay, inverse, *tables, *plan.numbers)
     plan.prepare(q, k, v, previous, weight, log_decay, inverse, w, z, *tables, *plan.numbers, flags=(False,))
