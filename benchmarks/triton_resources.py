@@ -2,6 +2,8 @@
 
     python benchmarks/triton_resources.py [--card safe] [--key-dims 64 128] [--windows 1 4] [--dtypes bfloat16]
 
+falcon_1 is the window of 0.
+
 Exits with 1 where a `safe` configuration takes more shared memory than 100 KB. Registers and stack (spilled registers
 live there) are the assembler's.
 """
@@ -17,8 +19,8 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
-from falcon_kernels import launch, triton_additive, triton_schedule
-from falcon_kernels.triton_layout import NUMBERS
+from falcon_kernels import launch, triton_additive, triton_regression, triton_schedule
+from falcon_kernels.triton_layout import NUMBERS, Layout
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -26,6 +28,7 @@ TARGETS = {"large": GPUTarget("cuda", 90, 32), "safe": GPUTarget("cuda", 86, 32)
 SHARED = {"large": 227 * 1024, "safe": 99 * 1024}
 FLOATS = {"weight", "log_decay", "w", "u", "initial", "final", "part_decay", "gain", "ridge", "energy", "grad_weight"}
 FLOATS |= {"grad_log_decay", "grad_gain", "grad_ridge", "old_grad_x", "old_grad_v", "written"}
+FLOATS |= {"memory", "grad_memory", "grad_final"}
 OTHERS = {"bounds": "i64", "first": "i64", "owner": "i64", "lengths": "i64", "previous_valid": "i1", "tail_valid": "i1"}
 
 
@@ -39,7 +42,8 @@ def resources(kernel, card: str, dtype: torch.dtype, config: launch.Config, cons
         elif name in NUMBERS:
             signature[name] = "i32"
         else:
-            signature[name] = "*" + ("fp32" if name in FLOATS else OTHERS.get(name, letters))
+            floats = FLOATS - {"w"} if kernel.__module__ == triton_regression.__name__ else FLOATS
+            signature[name] = "*" + ("fp32" if name in floats else OTHERS.get(name, letters))
             attributes[(i,)] = [["tt.divisibility", 16]]
     values = {(names.index(name),): value for name, value in constants.items() if name in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
@@ -94,11 +98,29 @@ def launches(card: str, dtype: torch.dtype, key_dim: int, window: int):
     schedule = {
         "K": key_dim, "BK": min(tile, most), "W": window, "SHIFT": 1, "C": row["C"], "MASKED": True, "PACKED": False,
         "LOOKBACK": triton.next_power_of_2(max(window - 1, 1)), "CARRIED": True, "RUNNING": True, "RIDGE": 2,
-        "DIRECT": False, "CAPPED": False, "EPSILON": 1e-6, "FLOOR": 0.01,
+        "DIRECT": False, "CAPPED": False, "EPSILON": 1e-6, "FLOOR": 0.01, "PARTS": 0,
     }  # fmt: skip
     yield "schedule", triton_schedule._forward, plain, schedule
     schedule |= {"DETACH": False, "BEFORE": triton.next_power_of_2(window)}
     yield "its backward", triton_schedule._backward, plain, schedule
+
+
+def regression(card: str, dtype: torch.dtype, key_dim: int):
+    """The same of falcon_1, which has no window."""
+    tile = max(64, triton.next_power_of_2(key_dim))
+    sizes = launch.WIDE_REGRESSION[tile] if dtype.itemsize == 4 else launch.REGRESSION[card, dtype.itemsize, tile]
+    options = triton_schedule.Options(1, True, triton_schedule.RIDGE["scale_coupled"], False, True, False, 1e-6, 0.01)
+    layout = Layout.of(1, 1024, 0, triton_regression.CHUNK)
+    plan = triton_regression.Plan(
+        layout, (1, 1024, 1, key_dim), key_dim, dtype, torch.device("cpu"), options, False, True, True, sizes=sizes
+    )
+    flags = {"carry": (True,), "reverse": (True,), "prepare": (False,)}
+    for name, config in sizes._asdict().items():
+        launcher = getattr(plan, name)
+        constants = launcher.constants | dict(zip(launcher.flags, flags.get(name, ()), strict=True))
+        yield name, launcher.kernel, config, constants
+        if name == "prepare":
+            yield "its adjoint", launcher.kernel, config, constants | {"ADJOINT": True}
 
 
 def main() -> int:
@@ -111,9 +133,10 @@ def main() -> int:
     fits = True
     for dtype in options.dtypes:
         for key_dim in options.key_dims:
-            for window in options.windows:
-                kind = getattr(torch, dtype)
-                for name, kernel, config, constants in launches(options.card, kind, key_dim, window):
+            kind = getattr(torch, dtype)
+            for window in (0, *options.windows):
+                these = launches(options.card, kind, key_dim, window) if window else None
+                for name, kernel, config, constants in these or regression(options.card, kind, key_dim):
                     used = resources(kernel, options.card, kind, config, constants)
                     fits &= used["shared"] <= SHARED[options.card]
                     print(

@@ -42,6 +42,50 @@ WIDE = {  # 4-byte operands, on any card
 }
 
 
+class Regression(NamedTuple):
+    """Configurations of the kernels of falcon_1; those over chunks take as many key as value channels at a time."""
+
+    invert: Config
+    prepare: Config
+    carry: Config
+    read: Config
+    reverse: Config
+    gradients: Config
+
+
+REGRESSION = {  # keys as in TABLE
+    ("large", 2, 64): Regression(
+        Config(32, 1, 1), Config(64, 4, 1), Config(64, 4, 2), Config(64, 4, 1), Config(64, 4, 2), Config(64, 4, 1)
+    ),
+    ("large", 2, 128): Regression(
+        Config(32, 1, 1), Config(64, 4, 1), Config(64, 4, 2), Config(128, 4, 1), Config(64, 4, 2), Config(64, 4, 1)
+    ),
+    ("large", 2, 256): Regression(
+        Config(32, 1, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1)
+    ),
+    ("safe", 2, 64): Regression(
+        Config(32, 1, 1), Config(64, 4, 1), Config(64, 4, 1), Config(64, 4, 1), Config(64, 4, 1), Config(64, 4, 1)
+    ),
+    ("safe", 2, 128): Regression(
+        Config(32, 1, 1), Config(64, 4, 1), Config(64, 4, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1)
+    ),
+    ("safe", 2, 256): Regression(
+        Config(32, 1, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1), Config(16, 4, 1), Config(64, 4, 1)
+    ),
+}
+WIDE_REGRESSION = {  # 4-byte operands, on any card, by K
+    64: Regression(
+        Config(16, 1, 1), Config(32, 4, 1), Config(16, 4, 1), Config(32, 4, 1), Config(16, 4, 1), Config(16, 4, 1)
+    ),
+    128: Regression(
+        Config(16, 1, 1), Config(32, 4, 1), Config(16, 8, 1), Config(32, 4, 1), Config(16, 8, 1), Config(16, 4, 1)
+    ),
+    256: Regression(
+        Config(16, 1, 1), Config(32, 4, 1), Config(16, 8, 1), Config(32, 4, 1), Config(16, 8, 1), Config(16, 4, 1)
+    ),
+}
+
+
 @cache
 def card(device: torch.device) -> tuple[str, int]:
     """Class of a card and its number of multiprocessors; the CPU, on which kernels are interpreted, counts as one."""
@@ -57,6 +101,12 @@ def configs(device: torch.device, operand_bytes: int, key_tile: int) -> tuple[Co
     if operand_bytes == 4:
         return WIDE[key_tile]
     return TABLE[card(device)[0], operand_bytes, key_tile]
+
+
+def regression(device: torch.device, operand_bytes: int, key_tile: int) -> Regression:
+    """Configurations of the kernels of falcon_1."""
+    key_tile = max(key_tile, 64)
+    return WIDE_REGRESSION[key_tile] if operand_bytes == 4 else REGRESSION[card(device)[0], operand_bytes, key_tile]
 
 
 def chunk_length(operand_bytes: int, key_tile: int, window: int) -> int:

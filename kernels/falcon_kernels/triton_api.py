@@ -15,7 +15,6 @@ from .triton_schedule import RIDGE
 
 RULES = ("falcon_1", "falcon_1a", "falcon_3a")
 LARGEST_WIDTH = 256
-LARGEST_RESIDUAL_WIDTH = 128  # at 256, bfloat16 results on an H200 were wrong
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -144,11 +143,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> str | None:
     """Why the kernels do not take a call, in one sentence, or None where they do."""
     if rule.name not in RULES:
         return f"rule is {rule.name}; with impl='triton' it must be one of {', '.join(RULES)}."
-    widest = LARGEST_RESIDUAL_WIDTH if rule.residual else LARGEST_WIDTH
-    if max(q.shape[-1], v.shape[-1]) > widest:
-        return (
-            f"q and v are {q.shape[-1]} and {v.shape[-1]} wide; with impl='triton' {rule.name} takes at most {widest}."
-        )
+    if max(q.shape[-1], v.shape[-1]) > LARGEST_WIDTH:
+        return f"q and v are {q.shape[-1]} and {v.shape[-1]} wide; with impl='triton' at most {LARGEST_WIDTH} is taken."
     if rule.window > launch.LARGEST_WINDOW:
         return f"rule.window is {rule.window}; with impl='triton' it must be at most {launch.LARGEST_WINDOW}."
     for name, tensor in (("q", q), ("k", k), ("v", v)):

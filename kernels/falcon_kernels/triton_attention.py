@@ -25,18 +25,24 @@ OPTIONS = (
     "float decay_floor, bool before"
 )
 TENSORS = GIVEN.count("Tensor")
+KEPT = 6  # for the backward, after the first two of what the op returns
 DIFFERENTIABLE = (0, 1, 2, 3, 4, 5, 6, 8, 9)  # of the given tensors
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 LIBRARY.define(
     f"attention({GIVEN}, {OPTIONS}, bool final, bool keep) -> (Tensor output, Tensor final_memory, Tensor weight, "
-    "Tensor log_decay, Tensor energy, Tensor states, Tensor residuals)"
+    "Tensor log_decay, Tensor energy, Tensor inverse, Tensor states, Tensor residuals)"
 )
 LIBRARY.define(
     f"attention_backward(Tensor? grad_output, Tensor? grad_final, {GIVEN}, Tensor weight, Tensor log_decay, "
-    f"Tensor energy, Tensor states, Tensor residuals, {OPTIONS}) -> Tensor[]"
+    f"Tensor energy, Tensor inverse, Tensor states, Tensor residuals, {OPTIONS}) -> Tensor[]"
 )
 attention_op = getattr(torch.ops, NAMESPACE).attention.default
 attention_backward_op = getattr(torch.ops, NAMESPACE).attention_backward.default
+
+
+def _parts(residual: bool, dtype: torch.dtype) -> int:
+    """How log decays are summed, as in `triton_schedule`."""
+    return (1 if dtype == torch.bfloat16 else 2) if residual else 0
 
 
 class Plan:
@@ -49,19 +55,21 @@ class Plan:
         self.core: triton_regression.Plan | triton_additive.Plan
         if self.residual:
             chunk = triton_regression.CHUNK
-            self.core = triton_regression.Plan(
-                shape, value_dim, dtype, device, documents, shifted, before, carried, aligned
-            )
         else:
             operand_bytes = 2 if dtype == torch.bfloat16 else 4
             chunk = launch.chunk_length(operand_bytes, max(16, triton.next_power_of_2(key_dim)), window)
         self.layout = Layout.of(batch, length, documents, chunk)
-        if not self.residual:
+        schedule = triton_schedule.Options(*options)
+        if self.residual:
+            self.core = triton_regression.Plan(
+                self.layout, shape, value_dim, dtype, device, schedule, before, masked, carried, aligned
+            )
+        else:
             self.core = triton_additive.Plan(
                 self.layout, shape, value_dim, dtype, device, window, shifted, before, carried, aligned
             )
         self.schedule = triton_schedule.Plan(
-            self.layout, heads, key_dim, triton_schedule.Options(*options), masked, carried, not self.residual, aligned
+            self.layout, heads, key_dim, schedule, masked, carried, _parts(self.residual, dtype), aligned
         )
         self.memory = (self.layout.sequences, heads, key_dim, value_dim)
 
@@ -103,7 +111,7 @@ def _on_its_device(place: int) -> Callable:
 
 
 @_on_its_device(0)
-def _forward(*arguments) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+def _forward(*arguments) -> tuple[Tensor | None, ...]:
     """What the op returns, None for what is not wanted; arguments as in `GIVEN` and `OPTIONS`, then `final` and `keep`.
 
     Args:
@@ -123,63 +131,70 @@ def _forward(*arguments) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor,
     weight, log_decay, energy = triton_schedule.forward(plan.schedule, tables, k, gain, ridge, before, lengths)
     output = torch.empty_like(v)
     final_memory = torch.empty(plan.memory, dtype=torch.float32, device=q.device) if final else None
-    states = residuals = None
+    kept: tuple[Tensor | None, ...] = (None, None, None)
     if plan.residual:
-        states, residuals = triton_regression.forward(
-            plan.core, q, k, v, weight, log_decay, memory, before.previous_key, cu_seqlens, output, final_memory, keep
+        made = triton_regression.forward(
+            plan.core, tables, q, k, v, weight, log_decay, memory, before.previous_key, output, final_memory
         )
+        kept = made if keep else kept
     else:
         triton_additive.forward(plan.core, tables, q, k, v, weight, log_decay, memory, before, output, final_memory)
-    return output, final_memory, weight, log_decay, energy, states, residuals
+    return output, final_memory, weight, log_decay, energy, *kept
 
 
 def _fake(*arguments):
-    q, _, v, gain, *_, cu_seqlens = arguments[:TENSORS]
+    q, _, v, *_, cu_seqlens = arguments[:TENSORS]
     residual, final, keep = arguments[TENSORS + 4], *arguments[-2:]
     batch, length, heads, key_dim = q.shape
-    numbers = gain.shape if residual else (heads, batch * length)
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    parts, chunk = _parts(residual, q.dtype), triton_regression.CHUNK
+    layout = Layout.of(batch, length, 0 if cu_seqlens is None else sequences, chunk)
+    numbers = triton_schedule.numbers_shape(layout, heads, parts)
+    shapes = (numbers, (2, *numbers) if parts == 2 else numbers, numbers)
     memory = v.new_empty((sequences, heads, key_dim, v.shape[-1]), dtype=torch.float32) if final else v.new_empty(0)
-    states, residuals = v.new_empty(0), v.new_empty(0)
+    inverse, states, residuals = (v.new_empty(0) for _ in range(3))
     if residual and keep:
-        states = v.new_empty(triton_regression.states_shape(q, v, cu_seqlens), dtype=wide)
+        wide = triton_regression.operand_dtype(q.dtype)
+        inverse = v.new_empty((layout.chunks, heads, chunk, chunk), dtype=torch.float32)
+        states = v.new_empty((layout.chunks, heads, v.shape[-1], key_dim), dtype=wide)
         residuals = v.new_empty(v.shape, dtype=wide)
-    three = (v.new_empty(numbers, dtype=torch.float32) for _ in range(3))
-    return v.new_empty(v.shape), memory, *three, states, residuals
+    three = (v.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return v.new_empty(v.shape), memory, *three, inverse, states, residuals
 
 
 @_on_its_device(2)
 def _backward(grad_output: Tensor | None, grad_final: Tensor | None, *arguments) -> list[Tensor]:
     """Gradients of what is given among `DIFFERENTIABLE`, in that order; after the arguments, what `_forward` kept."""
-    tensors, kept = _contiguous(arguments[:TENSORS]), arguments[TENSORS : TENSORS + 5]
+    tensors, kept = _contiguous(arguments[:TENSORS]), arguments[TENSORS : TENSORS + KEPT]
     q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = tensors
-    weight, log_decay, energy, states, residuals = kept
     grad_output = torch.zeros_like(v) if grad_output is None else grad_output.to(v.dtype).contiguous()
     grad_final = None if grad_final is None else grad_final.float().contiguous()
-    plan = _plan(tensors, arguments[TENSORS + 5 :], grad_output, grad_final, *kept)
+    plan = _plan(tensors, arguments[TENSORS + KEPT :], grad_output, grad_final, *kept)
     before = Before(*rest)
     tables = NO_TABLES if cu_seqlens is None else plan.layout.tables(cu_seqlens)
-    grads = [torch.empty_like(t) for t in (q, k, v, weight, log_decay)]
+    grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (q, k, v))
     grad_memory = None if memory is None else torch.empty_like(memory)
     grad_before = Before()
     if plan.carried:  # documents without tokens are not visited
         key, _, tail_x, tail_v, _ = (None if t is None else torch.zeros_like(t) for t in before)
         grad_before = Before(key, None, tail_x, tail_v)
     if plan.residual:
+        grad_gain, grad_ridge = torch.empty_like(gain), None if ridge is None else torch.empty_like(ridge)
         triton_regression.backward(
-            plan.core, q, k, v, weight, log_decay, before.previous_key, cu_seqlens, states, residuals, grad_output,
-            grad_final, (*grads, grad_memory, grad_before.previous_key),
+            plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, kept,
+            (grad_q, grad_k, grad_v, grad_gain, grad_ridge), grad_memory, grad_before.previous_key,
         )  # fmt: skip
     else:
+        weight, log_decay, energy, *_ = kept
+        grad_weight, grad_log_decay = torch.empty_like(weight), torch.empty_like(log_decay)
         triton_additive.backward(
             plan.core, tables, grad_output, grad_final, q, k, v, weight, log_decay, memory, before,
-            (*grads, grad_memory), grad_before,
+            (grad_q, grad_k, grad_v, grad_weight, grad_log_decay, grad_memory), grad_before,
         )  # fmt: skip
-    grad_q, grad_k, grad_v, grad_weight, grad_log_decay = grads
-    grad_gain, grad_ridge = triton_schedule.backward(
-        plan.schedule, tables, k, gain, ridge, before, lengths, energy, grad_weight, grad_log_decay, grad_k, grad_before
-    )
+        grad_gain, grad_ridge = triton_schedule.backward(
+            plan.schedule, tables, k, gain, ridge, before, lengths, energy, grad_weight, grad_log_decay, grad_k,
+            grad_before,
+        )  # fmt: skip
     found = (grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory)
     return [t for t in (*found, grad_before.previous_key, *grad_before[2:4]) if t is not None]
 

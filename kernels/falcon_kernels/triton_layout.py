@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 NAMESPACE = "falcon_kernels"  # of the custom ops; a copy of this package beside it needs another
-NUMBERS = ["length", "longest", "heads", "tokens", "parts", "part_chunks"]  # no recompilation when these change
+# No recompilation when these change.
+NUMBERS = ["length", "longest", "heads", "tokens", "parts", "part_chunks", "places"]
 
 
 class Layout(NamedTuple):
@@ -26,6 +27,11 @@ class Layout(NamedTuple):
     chunks: int  # all of them
     longest: int  # chunks that one sequence can have
     packed: bool
+
+    @property
+    def tokens(self) -> int:
+        """B T."""
+        return self.length * (1 if self.packed else self.sequences)
 
     @classmethod
     def of(cls, batch: int, length: int, documents: int, chunk: int) -> Self:

@@ -2,9 +2,11 @@
 
 A program takes a chunk of tokens of one head, reads their keys shifted in place, and ends with three numbers a token:
 weight, log decay, and the energy E, kept for the backward. All of it in float32, E from the rounded keys that the
-products use too. The numbers lie as the core that follows reads them: [B, T, H] with the decay of each token, or, where
-RUNNING, [H, B T] with the decay since the chunk's start. Their gradients come back in the same places, that of a log
-decay always for the token alone.
+products use too. The numbers lie as the core that follows reads them, the decay running from the chunk's start: for the
+additive cores [H, B T], and the gradients come back in the same places, that of a log decay for the token alone; for
+falcon_1, whose backward ends with the schedule's, through `step_gradients`, [chunks, H, C], where what is no token has
+weight 0 and the decay of the end. With PARTS of 2 its decays are in two sums, [2, chunks, H, C]: of the decays rounded
+down to multiples of 2^-12, which is exact while it is below 4,096, and of the rest.
 
 Floor a token and head: K keys read, 8 bytes in and 12 out; backward K read, and K read and written, as the backward
 adds to the gradients of keys that the core has left.
@@ -46,15 +48,6 @@ def window_size(
     for d in tl.static_range(W):
         size += pair_exists(place - d, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED).to(tl.int32)
     return tl.maximum(size, 1).to(tl.float32)
-
-
-@triton.jit
-def _number(low, place, head, heads, tokens, RUNNING: tl.constexpr):
-    """Where the numbers of the tokens `place` [R] lie."""
-    if RUNNING:
-        return head * tokens + low + place
-    else:
-        return (low + place) * heads + head
 
 
 @triton.jit
@@ -102,7 +95,7 @@ def _forward(
     k, gain, ridge, previous, previous_valid, tail, tail_valid, lengths, weight, log_decay, energy,
     bounds, first, owner, length, longest, heads, tokens,
     K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr, LOOKBACK: tl.constexpr,
-    MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RUNNING: tl.constexpr, RIDGE: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, PARTS: tl.constexpr, RIDGE: tl.constexpr,
     DIRECT: tl.constexpr, CAPPED: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
@@ -133,11 +126,16 @@ def _forward(
         base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
     eta, used, _, _ = _step_size(beta, base, statistic, active, RIDGE, DIRECT, CAPPED, EPSILON)
     decay = _log1p_negative(tl.minimum(eta * used, 1.0 - FLOOR))
-    if RUNNING:
-        decay = tl.cumsum(decay, 0)
-    number = _number(low, place, head, heads, tokens, RUNNING)
+    number = head * tokens + low + place
+    if PARTS > 0:
+        number = program * C + tl.arange(0, C)
+        stored = number >= 0
+    if PARTS == 2:
+        coarse = tl.floor(decay * 4096.0) * (1.0 / 4096.0)
+        tl.store(log_decay + tl.num_programs(0).to(tl.int64) * C + number, tl.cumsum(decay - coarse, 0))
+        decay = coarse
     tl.store(weight + number, eta / size, mask=stored)
-    tl.store(log_decay + number, decay, mask=stored)
+    tl.store(log_decay + number, tl.cumsum(decay, 0), mask=stored)
     tl.store(energy + number, statistic, mask=stored)
 
 
@@ -176,14 +174,14 @@ def step_gradients(
 @triton.jit
 def _token_gradients(
     place, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count, head,
-    heads, tokens, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, RUNNING: tl.constexpr,
+    heads, tokens, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
     RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
     FLOOR: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gain, of ridge, and of the window's sum of squared norms, for the tokens `place` [R]; else 0."""
     active = (place >= 0) & pair_exists(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
     token = (low + place) * heads + head
-    number = _number(low, place, head, heads, tokens, RUNNING)
+    number = head * tokens + low + place
     size = window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
     beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
     base = beta * 0.0
@@ -202,7 +200,7 @@ def _token_gradients(
 def _key_gradients(
     pair, there, keys, into, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence,
     low, count, head, heads, tokens, K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr,
-    CARRIED: tl.constexpr, RUNNING: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr,
+    CARRIED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr,
     DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     """Adds 2 x times the sum of what the windows of a pair, at its own token and after it, ask of their energy."""
@@ -210,7 +208,7 @@ def _key_gradients(
     for d in tl.static_range(W):
         _, _, of_sum = _token_gradients(
             pair + d, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low,
-            count, head, heads, tokens, W, SHIFT, CARRIED, RUNNING, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+            count, head, heads, tokens, W, SHIFT, CARRIED, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
         )  # fmt: skip
         scale += of_sum
     for start in tl.static_range(0, K, BK):
@@ -225,7 +223,7 @@ def _backward(
     k, gain, ridge, previous, previous_valid, tail, tail_valid, lengths, energy, grad_weight, grad_log_decay,
     grad_k, grad_gain, grad_ridge, grad_previous, grad_tail, bounds, first, owner, length, longest, heads, tokens,
     K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr, BEFORE: tl.constexpr,
-    MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RUNNING: tl.constexpr, RIDGE: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RIDGE: tl.constexpr,
     DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the tokens of a chunk; a sequence's first chunk adds to those of the pairs from before the call."""
@@ -240,14 +238,14 @@ def _backward(
     token = (low + place) * heads + head
     of_gain, of_ridge, _ = _token_gradients(
         place, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count,
-        head, heads, tokens, W, SHIFT, CARRIED, RUNNING, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+        head, heads, tokens, W, SHIFT, CARRIED, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
     )  # fmt: skip
     tl.store(grad_gain + token, of_gain, mask=stored)
     if RIDGE > 0:
         tl.store(grad_ridge + token, of_ridge, mask=stored)
     _key_gradients(
         place + SHIFT, stored, k + token * K, grad_k + token * K, gain, ridge, energy, grad_weight, grad_log_decay,
-        previous_valid, tail_valid, sequence, low, count, head, heads, tokens, K, BK, W, SHIFT, CARRIED, RUNNING,
+        previous_valid, tail_valid, sequence, low, count, head, heads, tokens, K, BK, W, SHIFT, CARRIED,
         RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
     )  # fmt: skip
     if CARRIED and W - 1 + SHIFT > 0:
@@ -258,7 +256,7 @@ def _backward(
             pair, there, x_rows(k, previous, tail, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED),
             x_rows(grad_k, grad_previous, grad_tail, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED),
             gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count, head,
-            heads, tokens, K, BK, W, SHIFT, CARRIED, RUNNING, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+            heads, tokens, K, BK, W, SHIFT, CARRIED, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
         )  # fmt: skip
 
 
@@ -286,39 +284,43 @@ class Before(NamedTuple):
 
 
 class Plan:
-    """All of a launch that follows from shapes and options; `running` as in the first lines of this file."""
+    """All of a launch that follows from shapes and options; `parts` 0 for the additive cores, 1 or 2 for falcon_1."""
 
     def __init__(self, layout: Layout, heads: int, key_dim: int, options: Options, masked: bool, carried: bool,
-                 running: bool, aligned: bool = False):  # fmt: skip
+                 parts: int = 0, aligned: bool = False):  # fmt: skip
         grid = (layout.chunks * heads,)
-        batch_tokens = layout.length * (1 if layout.packed else layout.sequences)
-        self.numbers = (layout.length, layout.longest, heads, batch_tokens)
-        self.shape = (heads, batch_tokens) if running else None
+        self.numbers = (layout.length, layout.longest, heads, layout.tokens)
+        self.shape = numbers_shape(layout, heads, parts)
+        self.log_decay = (2, *self.shape) if parts == 2 else self.shape
         before = options.window - 1
         most, warps = (64, 8) if before else (128, 4)  # channels at a time: windows take registers of their own
         shared = {
             "K": key_dim, "BK": min(triton.next_power_of_2(key_dim), most), "W": options.window,
             "SHIFT": int(options.shifted), "C": layout.chunk, "MASKED": masked, "PACKED": layout.packed,
-            "CARRIED": carried, "RUNNING": running, "RIDGE": options.ridge, "DIRECT": options.direct,
+            "CARRIED": carried, "RIDGE": options.ridge, "DIRECT": options.direct,
             "CAPPED": options.capped, "EPSILON": options.epsilon, "FLOOR": options.decay_floor, "num_warps": warps,
         }  # fmt: skip
-        forward = {"LOOKBACK": triton.next_power_of_2(max(before, 1))}
+        forward = {"PARTS": parts, "LOOKBACK": triton.next_power_of_2(max(before, 1))}
         backward = {"BEFORE": triton.next_power_of_2(max(before + options.shifted, 1)), "DETACH": options.detach_energy}
         self.forward = Launcher(_forward, grid, shared | forward, aligned=aligned)
         self.backward = Launcher(_backward, grid, shared | backward, aligned=aligned)
 
 
+def numbers_shape(layout: Layout, heads: int, parts: int) -> tuple[int, ...]:
+    return (layout.chunks, heads, layout.chunk) if parts else (heads, layout.tokens)
+
+
 def forward(
     plan: Plan, tables: Tables, k: Tensor, gain: Tensor, ridge: Tensor | None, before: Before, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """weight, log decay and energy, float32 [B, T, H] or, where running, [H, B T].
+    """weight, log decay and energy, float32 in the shapes of the first lines of this file.
 
     Args:
         k: [B, T, H, K]; gain: [B, T, H]; ridge: [B, T, H].
         lengths: [B] int64 tokens of each row, the rest of which does nothing.
     """
-    shape = plan.shape or gain.shape
-    weight, log_decay, energy = (torch.empty(shape, dtype=torch.float32, device=k.device) for _ in range(3))
+    shapes = (plan.shape, plan.log_decay, plan.shape)
+    weight, log_decay, energy = (torch.empty(shape, dtype=torch.float32, device=k.device) for shape in shapes)
     plan.forward(
         k, gain, ridge, before.previous_key, before.previous_valid, before.tail_x, before.tail_valid, lengths,
         weight, log_decay, energy, *tables, *plan.numbers,
