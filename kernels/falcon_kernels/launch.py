@@ -13,12 +13,14 @@ import torch
 class Config(NamedTuple):
     """Sizes of one kernel launch."""
 
-    value_tile: int  # value channels of a program
+    value_tile: int  # value channels at a time
     warps: int
     stages: int
+    key_tile: int = 256  # key channels at a time, in the backward of a chunk
+    registers: int | None = None  # of a thread at most; the compiler's choice by default
 
 
-LARGEST_WINDOW = 65  # a chunk reaches back over no more than itself
+LARGEST_WINDOW = 65  # a tile of 128 pairs
 
 # (card, bytes of an operand, K rounded up to a power of two): forward pass, reverse pass, backward of a chunk
 TABLE = {
@@ -60,11 +62,14 @@ def configs(device: torch.device, operand_bytes: int, key_tile: int) -> tuple[Co
 
 
 def chunk_length(operand_bytes: int, key_tile: int, window: int) -> int:
-    """C: 64 tokens; 32 or 16 where the operands have 4 bytes; and at least W - 1."""
-    chunk = 64 if operand_bytes == 2 else 32 if key_tile <= 128 else 16
-    while chunk < window - 1:
-        chunk *= 2
-    return chunk
+    """C: what a tile of 64 pairs leaves beside the W - 1 before the chunk.
+
+    The tile has 32 or 16 pairs where the operands have 4 bytes, and more where else half of them would not be left.
+    """
+    tile = 64 if operand_bytes == 2 else 32 if key_tile <= 128 else 16
+    while tile < 2 * (window - 1):
+        tile *= 2
+    return tile - (window - 1)
 
 
 def segments(device: torch.device, programs: int, chunks: int) -> int:

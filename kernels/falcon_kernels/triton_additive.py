@@ -5,20 +5,24 @@ In a chunk that starts at token a, with u the running log decay from there and w
     M_tj = sum_{d < W} [a <= j+d <= t] w_{j+d} exp(u_t - u_{j+d})        e_j = M_{C-1, j}
     O = exp(u) Q S + (Q X' o M) V                                        S' = exp(u_C) S + X' Diag(e) V,
 
-for the chunk's own pairs j and the W - 1 before them (the lookback, a second, small tile). Reading before the write
-takes the row t - 1 of M and u. All but W - 1 diagonals of M are exp(u_t - u_{j+W-1}) times a vector over j.
+for the chunk's own pairs j and the W - 1 before them. Reading before the write takes the row t - 1 of M and u. All but
+W - 1 diagonals of M are exp(u_t - u_{j+W-1}) times a vector over j.
+
+The pairs are the TILE rows of one tile, row r holding the pair r - (W - 1) of the chunk, whose last write is thus at
+step r: in that numbering M is triangular with W - 1 diagonals more. A chunk has the TILE - (W - 1) tokens that remain.
 
 Forward: a program takes a part of a sequence, a head and a tile of value channels, keeps S in registers and reads q, k
-and v once. One part is a whole sequence where the batch fills the card; else parts first sum up what they write (a
-launch that reads k and v), a small carry hands the memory from part to part, and the same kernel runs from there.
+and v once; where gradients are wanted it leaves the memory that each chunk finds, in the operands' dtype. One part is a
+whole sequence where the batch fills the card; else parts first sum up what they write (a launch that reads k and v), a
+small carry hands the memory from part to part, and the same kernel runs from there.
 
-Backward: the memories that chunks find are computed again, and the gradients of the memories that they leave, both
-stored per chunk in the operands' dtype; then every chunk is on its own.
+Backward: the gradients of the memories that chunks leave, stored per chunk too; then every chunk is on its own and ends
+with the gradients of the schedule's inputs.
 
 Floor of what is moved for a token and head, in numbers of the operands' dtype: forward 2K + 2V, backward 4K + 3V. As
-built, backward adds 5 K V / C for the chunks' memories and reads q, k, v and dO once more. Products as built, in
-multiply-adds a token and head: forward C (K + V) + 2 K V, backward C (4K + 3V) + 5 K V. A window adds LOOKBACK / C of
-the terms in C, and C (C + LOOKBACK) backward for its sums.
+built, forward adds K V / C and backward 3 K V / C for the chunks' memories, and backward reads q and dO once more, and
+tiles again from cache. Products as built, in multiply-adds a token and head: forward C (K + V) + 2 K V, backward
+C (3K + 2V) + 4 K V, C being TILE here.
 """
 
 import torch
@@ -29,7 +33,7 @@ from torch import Tensor
 from . import launch
 from .launcher import Launcher
 from .triton_layout import NUMBERS, Layout, Tables, chunk_of, exists, load_rows, span, store_rows, v_rows, x_rows
-from .triton_schedule import Before
+from .triton_schedule import Before, Options, pair_exists, token_gradients
 
 
 @triton.jit
@@ -45,35 +49,39 @@ def _weight_at(w, step, steps):
 
 
 @triton.jit
-def _band(u, w, steps, end, pair, token, read_u, W: tl.constexpr, LAG: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """M [tokens, pairs] or its transpose, and e [pairs].
+def _band(u, w, steps, end, at, weight, read_u, row, LAG: tl.constexpr, W: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """M [tokens, pairs] or its transpose, its full windows' decays exp(u_t - u_r), and their sums [pairs].
 
-    Args:
-        pair: [P] pairs, numbered from the chunk's start; token: [C]; read_u: [C] log decay up to what each token reads.
+    at, weight, read_u: [TILE] log decay and weight at each row's own step, and log decay up to what each token reads.
     """
-    column = _weight_at(w, pair, steps)
-    at = _log_decay_at(u, pair, steps, end)
-    age = token[None, :] - LAG - pair[:, None] if TRANSPOSED else token[:, None] - LAG - pair[None, :]
-    m = age.to(tl.float32) * 0.0
-    for d in tl.static_range(1, W):
-        m = tl.where(age == d - 1, column[:, None] if TRANSPOSED else column[None, :], m)
-        after = _log_decay_at(u, pair + d, steps, end)
-        column = column * tl.exp(after - at) + _weight_at(w, pair + d, steps)
-        at = after
-    if TRANSPOSED:
-        exponent = tl.where(age >= W - 1, read_u[None, :] - at[:, None], float("-inf"))
-        m = tl.where(age >= W - 1, tl.exp(exponent) * column[:, None], m)
+    age = row[None, :] - LAG - row[:, None] if TRANSPOSED else row[:, None] - LAG - row[None, :]
+    if W > 1:
+        m = age.to(tl.float32) * 0.0
+        before = _log_decay_at(u, row - W + 1, steps, end)
+        column = _weight_at(w, row - W + 1, steps)
+        for d in tl.static_range(1, W):
+            m = tl.where(age == d - W, column[:, None] if TRANSPOSED else column[None, :], m)
+            after = at
+            own = weight
+            if d < W - 1:
+                after = _log_decay_at(u, row - W + 1 + d, steps, end)
+                own = _weight_at(w, row - W + 1 + d, steps)
+            column = column * tl.exp(after - before) + own
+            before = after
     else:
-        exponent = tl.where(age >= W - 1, read_u[:, None] - at[None, :], float("-inf"))
-        m = tl.where(age >= W - 1, tl.exp(exponent) * column[None, :], m)
-    return m, tl.exp(end - at) * column
+        column = weight
+    exponent = read_u[None, :] - at[:, None] if TRANSPOSED else read_u[:, None] - at[None, :]
+    decays = tl.exp(tl.where(age >= 0, exponent, float("-inf")))
+    full = decays * (column[:, None] if TRANSPOSED else column[None, :])
+    m = tl.where(age >= 0, full, m) if W > 1 else full
+    return m, decays, column
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _pass(
     q, k, v, u, w, previous, tail_x, tail_v, initial, output, states, final, part_decay,
     bounds, first, length, heads, tokens, longest, parts, part_chunks,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LOOKBACK: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr,
     READ: tl.constexpr, STORE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr, FROM_ZERO: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
@@ -82,6 +90,7 @@ def _pass(
 
     INITIAL starts from `initial` [sequence, part, ...], else from zero; FINAL has the last part write `final`.
     FROM_ZERO: what the part writes to an empty memory, to `final` [sequence, part, ...], and its log decay.
+    u and w of a chunk are read during the one before.
     """
     tiles = (V + BV - 1) // BV
     program = tl.program_id(0).to(tl.int64)
@@ -104,44 +113,47 @@ def _pass(
         s = tl.load(initial + place_of_part + matrix, mask=inside, other=0.0).to(tl.float32)
     total = 0.0
 
-    step = tl.arange(0, C)
-    chunks = (count + C - 1) // C
+    row = tl.arange(0, TILE)
     begin = (part * part_chunks).to(tl.int32)
-    for n in range(begin, tl.minimum(begin + part_chunks, chunks)):
+    last = tl.minimum(begin + part_chunks, (count + C - 1) // C)
+    start = begin * C
+    steps = tl.minimum(count - start, C)
+    next_end = tl.load(u + start + steps - 1, mask=begin < last, other=0.0)
+    next_u = tl.load(u + start + row, mask=row < steps, other=0.0)
+    next_w = tl.load(w + start + row, mask=row < steps, other=0.0)
+    for n in range(begin, last):
         start = n * C
         steps = tl.minimum(count - start, C)
-        end = tl.load(u + start + steps - 1)
-        place = start + step
-        there = place < count
-        x = x_rows(k, previous, tail_x, sequence, low, place, head, heads, K, W, SHIFT, CARRIED)
-        x = load_rows(x, exists(place, there, SHIFT, CARRIED), columns, K).to(OPERAND)
-        y = v_rows(v, tail_v, sequence, low, place, head, heads, V, W, CARRIED)
-        y = load_rows(y, there, channels, V).to(OPERAND)
-        read_u = _log_decay_at(u + start, step - LAG, steps, end)
-        m, e = _band(u + start, w + start, steps, end, step, step, read_u, W, LAG, False)
+        end = next_end
+        at = tl.where(row < steps, next_u, end)
+        weight = next_w
+        after = tl.minimum(count - start - C, C)
+        next_end = tl.load(u + start + C + after - 1, mask=n + 1 < last, other=0.0)
+        next_u = tl.load(u + start + C + row, mask=row < after, other=0.0)
+        next_w = tl.load(w + start + C + row, mask=row < after, other=0.0)
+
+        there = row < steps
+        pair = start + row - (W - 1)
+        own = row < steps + W - 1
+        x = x_rows(k, previous, tail_x, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED)
+        x = load_rows(x, exists(pair, own, SHIFT, CARRIED), columns, K).to(OPERAND)
+        y = v_rows(v, tail_v, sequence, low, pair, head, heads, V, W, CARRIED)
+        y = load_rows(y, exists(pair, own, 0, CARRIED), channels, V).to(OPERAND)
+        read_u = at
+        if LAG > 0:
+            read_u = _log_decay_at(u + start, row - LAG, steps, end)
+        m, _, column = _band(u + start, w + start, steps, end, at, weight, read_u, row, LAG, W, False)
         if STORE:
             tl.store(states + ((number + n) * heads + head) * K * V + matrix, s, mask=inside)
-        if W > 1:
-            pair = tl.arange(0, LOOKBACK) - LOOKBACK
-            before = exists(start + pair, pair >= 1 - W, SHIFT, CARRIED)
-            old_x = x_rows(k, previous, tail_x, sequence, low, start + pair, head, heads, K, W, SHIFT, CARRIED)
-            old_x = load_rows(old_x, before, columns, K).to(OPERAND)
-            old_y = v_rows(v, tail_v, sequence, low, start + pair, head, heads, V, W, CARRIED)
-            old_y = load_rows(old_y, before, channels, V).to(OPERAND)
-            old_m, old_e = _band(u + start, w + start, steps, end, pair, step, read_u, W, LAG, False)
         if READ:
-            token = (low + place) * heads + head
+            token = (low + start + row) * heads + head
             rows = load_rows(q + token * K, there, columns, K).to(OPERAND)
             scores = tl.dot(rows, tl.trans(x), input_precision=PRECISION) * m
             o = tl.dot(rows, s.to(OPERAND), input_precision=PRECISION) * tl.exp(read_u)[:, None]
             o = tl.dot(scores.to(OPERAND), y, o, input_precision=PRECISION)
-            if W > 1:
-                scores = tl.dot(rows, tl.trans(old_x), input_precision=PRECISION) * old_m
-                o = tl.dot(scores.to(OPERAND), old_y, o, input_precision=PRECISION)
             store_rows(output + token * V, o, there, channels, V)
+        e = tl.exp(end - at) * column
         s = tl.dot(tl.trans(x), (e[:, None] * y).to(OPERAND), s * tl.exp(end), input_precision=PRECISION)
-        if W > 1:
-            s = tl.dot(tl.trans(old_x), (old_e[:, None] * old_y).to(OPERAND), s, input_precision=PRECISION)
         total += end
 
     if FROM_ZERO:
@@ -155,9 +167,9 @@ def _pass(
 def _reverse_pass(
     q, u, grad_output, initial, states, final, part_decay,
     bounds, first, length, heads, tokens, longest, parts, part_chunks,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LAG: tl.constexpr,
-    PACKED: tl.constexpr, STORE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr, FROM_ZERO: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
+    LAG: tl.constexpr, PACKED: tl.constexpr, STORE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
+    FROM_ZERO: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient G of the memory, backwards through a part: G = exp(u_C) G' + Q' Diag(exp(u)) dO.
 
@@ -184,7 +196,7 @@ def _reverse_pass(
         g = tl.load(initial + place_of_part + matrix, mask=inside, other=0.0).to(tl.float32)
     total = 0.0
 
-    step = tl.arange(0, C)
+    step = tl.arange(0, TILE)
     begin = (part * part_chunks).to(tl.int32)
     last = tl.minimum(begin + part_chunks, (count + C - 1) // C)
     for i in range(0, last - begin):
@@ -233,153 +245,203 @@ def _carry(
 
 
 @triton.jit
-def _pair_gradients(
-    pair, there, readable, x_at, y_at, into_x, into_y, q_at, out_at, grad_states, u, w, step, steps, end, read_u,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr, LAG: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Writes the gradients of the pairs [P] of one chunk that its own steps give them; returns x_j' G v_j [P].
+def _by_step(past, h, u, steps, end, row, LAG: tl.constexpr, W: tl.constexpr):
+    """What reads after each step and at it of the pairs in its window, decayed from the step on: [TILE] each.
 
-    readable: [P] which pairs have a write feature.
+    past: [TILE] what reads after the last write of each row's pair; h: [pairs, tokens] all that is read.
     """
-    columns = tl.arange(0, BK)
-    x = load_rows(x_at, readable, columns, K).to(OPERAND)
-    rows = load_rows(q_at, step < steps, columns, K).to(OPERAND)
-    m, e = _band(u, w, steps, end, pair, step, read_u, W, LAG, True)
-    scores = (tl.dot(x, tl.trans(rows), input_precision=PRECISION) * m).to(OPERAND)
-    n = tl.zeros([pair.shape[0], step.shape[0]], tl.float32)
-    write_g = tl.zeros([pair.shape[0], BK], tl.float32)  # V G'
-    for begin in range(0, V, BV):
-        channels = begin + tl.arange(0, BV)
-        y = load_rows(y_at, there, channels, V).to(OPERAND)
-        out = load_rows(out_at, step < steps, channels, V).to(OPERAND)
-        g = load_rows(grad_states + columns * V, columns < K, channels, V).to(OPERAND)
-        n = tl.dot(y, tl.trans(out), n, input_precision=PRECISION)
-        write_g = tl.dot(y, tl.trans(g), write_g, input_precision=PRECISION)
-        of_y = tl.dot(x, g, input_precision=PRECISION) * e[:, None]
-        of_y = tl.dot(scores, out, of_y, input_precision=PRECISION)
-        store_rows(into_y, of_y, there, channels, V)
-    of_x = tl.dot((n * m).to(OPERAND), rows, write_g * e[:, None], input_precision=PRECISION)
-    store_rows(into_x, of_x, readable, columns, K)
-    return tl.sum(x.to(tl.float32) * write_g, 1)
+    gap = row[None, :] - row[:, None]
+    if W == 1:
+        return past, tl.sum(tl.where(gap == LAG, h, 0.0), 1)
+    else:
+        after = gap.to(tl.float32) * 0.0
+        at = after
+        end_u = _log_decay_at(u, row, steps, end)
+        for i in tl.static_range(W):
+            after = tl.where(gap == -i, past[:, None], after)
+            own = past
+            if LAG > 0 or i < W - 1:
+                own = tl.sum(tl.where(gap - LAG == -i, h, 0.0), 1)
+            if LAG > 0:
+                at = tl.where(gap == -i, own[:, None], at)
+            if i < W - 1:
+                begin_u = _log_decay_at(u, row - i - 1, steps, end)
+                past = (past + own) * tl.exp(end_u - begin_u)
+                end_u = begin_u
+        if LAG == 0:
+            at = tl.where((gap <= 0) & (gap > -W), h, 0.0)
+        return tl.sum(after, 0), tl.sum(at, 0)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _chunk_backward(
-    q, k, v, u, w, previous, tail_x, tail_v, grad_output, states, grad_states,
-    grad_q, grad_k, grad_v, grad_weight, grad_log_decay, grad_previous, old_grad_x, old_grad_v,
+    q, k, v, u, w, previous, tail_x, tail_v, gain, ridge, energy, previous_valid, tail_valid, lengths,
+    grad_output, states, grad_states,
+    grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_previous, old_grad_x, old_grad_v,
     bounds, first, owner, length, longest, heads, tokens,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LOOKBACK: tl.constexpr,
-    W: tl.constexpr, SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, BAND_PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
+    W: tl.constexpr, SHIFT: tl.constexpr, LAG: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    CARRIED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr,
+    EPSILON: tl.constexpr, FLOOR: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All gradients of one chunk of one head, from the memory S that it finds and the gradient G of what it leaves.
 
-    With A = Q X', N = dO V' and P = A o N:
+    With A = X Q', N = V dO' and H = A o N, all [pairs, tokens], and M transposed:
 
-        dX = (N o M)' Q + e V G'      dV = (A o M)' dO + e X G      dQ = (N o M) X + exp(u) dO S'
+        dX = (N o M) Q + e V G'      dV = (A o M) dO + e X G      dQ' = X' (N o M) + exp(u) S dO'
 
-    and for the step s, z_s its window's sum of x_j' G v_j, B_ts = exp(u_t - u_s) sum of P_tj over its window,
-    dw_s = sum_t B_ts + exp(u_C - u_s) z_s. A log decay's gradient is the sum of everything that passes over it,
-    taken as the suffix sums of rows less columns of w B without its diagonal, so that nothing large cancels. Both lie
-    as w does, [H, B T].
+    and for the step s, z_s its window's sum of x_j' G v_j, B_st = exp(u_t - u_s) sum of H_jt over its window,
+    dw_s = sum_t B_st + exp(u_C - u_s) z_s. A log decay's gradient is the sum of everything that passes over it,
+    taken as the suffix sums of what tokens read less what steps write of w B without its diagonal, so that nothing
+    large cancels. From both follow those of gain, ridge and of the windows' energy, which adds to dX.
 
-    One after another, for the registers' sake: pairs, the lookback's pairs (to scratch), queries. Transposed products
-    are computed again, never transposed.
+    For the registers' sake few results of products live at a time, and tiles of q, k, v and dO are read again.
+    The pairs from before the chunk go to scratch.
     """
     program = tl.program_id(0).to(tl.int64)
     head, number = program % heads, program // heads
     sequence, low, count, start = chunk_of(number, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
         return
-    columns = tl.arange(0, BK)
-    step = tl.arange(0, C)
+    row = tl.arange(0, TILE)
     steps = tl.minimum(count - start, C)
-    first_number = head * tokens + low + start
-    u += first_number
-    w += first_number
-    grad_weight += first_number
-    grad_log_decay += first_number
-    end = tl.load(u + steps - 1)
-    there = step < steps
-    token = (low + start + step) * heads + head
-    read_u = _log_decay_at(u, step - LAG, steps, end)
+    u += head * tokens + low + start
+    w += head * tokens + low + start
     states += (number * heads + head) * K * V
     grad_states += (number * heads + head) * K * V
+
+    there = row < steps
+    token = (low + start + row) * heads + head
     q_at, out_at = q + token * K, grad_output + token * V
+    pair = start + row - (W - 1)
+    own = (row >= W - 1) & (row < steps + W - 1)
+    readable = exists(pair, row < steps + W - 1, SHIFT, CARRIED)
+    has_value = exists(pair, row < steps + W - 1, 0, CARRIED)
+    x_at = x_rows(k, previous, tail_x, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED)
+    y_at = v_rows(v, tail_v, sequence, low, pair, head, heads, V, W, CARRIED)
+    scratch = (number * heads + head) * (W - 1) + row
 
-    readable = exists(start + step, there, SHIFT, CARRIED)
-    x_at = x_rows(k, previous, tail_x, sequence, low, start + step, head, heads, K, W, SHIFT, CARRIED)
-    y_at = v_rows(v, tail_v, sequence, low, start + step, head, heads, V, W, CARRIED)
-    into_x = x_rows(grad_k, grad_previous, grad_k, sequence, low, start + step, head, heads, K, 1, SHIFT, CARRIED)
-    z = _pair_gradients(
-        step, there, readable, x_at, y_at, into_x, grad_v + token * V, q_at, out_at, grad_states, u, w, step, steps,
-        end, read_u, K, V, BK, BV, W, LAG, OPERAND, PRECISION,
-    )  # fmt: skip
-    if SHIFT and start + C >= count:  # the last key is nobody's write feature here
-        last = grad_k + ((low + count - 1) * heads + head) * K + columns
-        tl.store(last, tl.zeros([BK], tl.float32), mask=columns < K)
-    if W > 1:
-        pair = tl.arange(0, LOOKBACK) - LOOKBACK
-        before = exists(start + pair, pair >= 1 - W, SHIFT, CARRIED)
-        old_x_at = x_rows(k, previous, tail_x, sequence, low, start + pair, head, heads, K, W, SHIFT, CARRIED)
-        old_y_at = v_rows(v, tail_v, sequence, low, start + pair, head, heads, V, W, CARRIED)
-        scratch = (number * heads + head) * LOOKBACK + LOOKBACK + pair
-        old_z = _pair_gradients(
-            pair, before, before, old_x_at, old_y_at, old_grad_x + scratch * K, old_grad_v + scratch * V, q_at,
-            out_at, grad_states, u, w, step, steps, end, read_u, K, V, BK, BV, W, LAG, OPERAND, PRECISION,
-        )  # fmt: skip
-
-    n = tl.zeros([C, C], tl.float32)
-    read_s = tl.zeros([C, BK], tl.float32)  # dO S'
-    product = 0.0
-    if W > 1:
-        old_n = tl.zeros([C, LOOKBACK], tl.float32)
+    n = tl.zeros([TILE, TILE], tl.float32)
     for begin in range(0, V, BV):
         channels = begin + tl.arange(0, BV)
+        y = load_rows(y_at, has_value, channels, V).to(OPERAND)
         out = load_rows(out_at, there, channels, V).to(OPERAND)
-        y = load_rows(y_at, there, channels, V).to(OPERAND)
-        s = load_rows(states + columns * V, columns < K, channels, V)
-        g = load_rows(grad_states + columns * V, columns < K, channels, V)
-        product += tl.sum(tl.sum(s.to(tl.float32) * g.to(tl.float32), 1), 0)
-        n = tl.dot(out, tl.trans(y), n, input_precision=PRECISION)
-        read_s = tl.dot(out, tl.trans(s.to(OPERAND)), read_s, input_precision=PRECISION)
-        if W > 1:
-            old_y = load_rows(old_y_at, before, channels, V).to(OPERAND)
-            old_n = tl.dot(out, tl.trans(old_y), old_n, input_precision=PRECISION)
+        n = tl.dot(y, tl.trans(out), n, input_precision=PRECISION)
+    a = tl.zeros([TILE, TILE], tl.float32)
+    for begin in range(0, K, BK):
+        columns = begin + tl.arange(0, BK)
+        x = load_rows(x_at, readable, columns, K).to(OPERAND)
+        rows = load_rows(q_at, there, columns, K).to(OPERAND)
+        a = tl.dot(x, tl.trans(rows), a, input_precision=PRECISION)
 
-    rows = load_rows(q_at, there, columns, K).to(OPERAND)
-    x = load_rows(x_at, readable, columns, K).to(OPERAND)
-    read_s = read_s * tl.exp(read_u)[:, None]
-    passing = tl.sum(rows.to(tl.float32) * read_s, 1)  # what o_t . dO_t has from S
-    m, _ = _band(u, w, steps, end, step, step, read_u, W, LAG, False)
-    of_q = tl.dot((n * m).to(OPERAND), x, read_s, input_precision=PRECISION)
-    windows = tl.dot(rows, tl.trans(x), input_precision=PRECISION) * n
+    end = tl.load(u + steps - 1)
+    at = _log_decay_at(u, row, steps, end)
+    weight = _weight_at(w, row, steps)
+    read_u = at
+    if LAG > 0:
+        read_u = _log_decay_at(u, row - LAG, steps, end)
+    m, decays, column = _band(u, w, steps, end, at, weight, read_u, row, LAG, W, True)
+    e = tl.exp(end - at) * column
+    n_m = (n * m).to(OPERAND)
+    a_m = (a * m).to(OPERAND)
+    h = n * a
+    age = row[None, :] - LAG - row[:, None]
+    later = tl.where(age > 0, h * decays, 0.0)
+    past = tl.sum(later, 1)
+    later = later * column[:, None]
     if W > 1:
-        old_x = load_rows(old_x_at, before, columns, K).to(OPERAND)
-        old_m, _ = _band(u, w, steps, end, pair, step, read_u, W, LAG, False)
-        of_q = tl.dot((old_n * old_m).to(OPERAND), old_x, of_q, input_precision=PRECISION)
-        apart = step[None, :] - step[:, None]
-        in_window = ((apart >= 0) & (apart < W)).to(tl.float32)
-        old_in_window = (step[None, :] - pair[:, None] < W).to(tl.float32)
-        z = tl.sum(in_window * z[:, None], 0) + tl.sum(old_in_window * old_z[:, None], 0)
-        old_windows = tl.dot(rows, tl.trans(old_x), input_precision=PRECISION) * old_n
-        windows = tl.dot(windows, in_window, input_precision=BAND_PRECISION)
-        windows = tl.dot(old_windows, old_in_window, windows, input_precision=BAND_PRECISION)
-    store_rows(grad_q + token * K, of_q, there, columns, K)
+        before = _log_decay_at(u, row - W + 1, steps, end)
+        kept = _weight_at(w, row - W + 1, steps)
+        for d in tl.static_range(1, W):
+            after = _log_decay_at(u, row - W + 1 + d, steps, end)
+            kept = kept * tl.exp(after - before)
+            later = tl.where(age == d - W + 1, h * kept[:, None], later)
+            kept += _weight_at(w, row - W + 1 + d, steps)
+            before = after
+    passing = tl.sum(later, 0)  # by the token that reads
+    written, at_once = _by_step(past, h, u, steps, end, row, LAG, W)
 
-    own_u = _log_decay_at(u, step, steps, end)
-    own_w = _weight_at(w, step, steps)
-    age = step[:, None] - LAG - step[None, :]
-    b = tl.exp(tl.where(age >= 0, read_u[:, None] - own_u[None, :], float("-inf"))) * windows
-    z = z * tl.exp(end - own_u)
-    tl.store(grad_weight + step, tl.sum(b, 0) + z, mask=there)
-    b = tl.where(age > 0, b * own_w[None, :], 0.0)
-    passing += tl.sum(b, 1)
-    after = tl.sum(tl.where(age >= 0, passing[:, None], 0.0), 0)
-    after -= tl.sum(tl.where(step[:, None] >= step[None, :], tl.sum(b, 0)[:, None], 0.0), 0)
-    after += tl.sum(tl.where(step[:, None] < step[None, :], (own_w * z)[:, None], 0.0), 0)
-    tl.store(grad_log_decay + step, after + product * tl.exp(end), mask=there)
+    z = tl.zeros([TILE], tl.float32)
+    for begin in range(0, V, BV):
+        channels = begin + tl.arange(0, BV)
+        of_y = tl.zeros([TILE, BV], tl.float32)
+        for key_begin in range(0, K, BK):
+            columns = key_begin + tl.arange(0, BK)
+            x = load_rows(x_at, readable, columns, K).to(OPERAND)
+            g = load_rows(grad_states + columns * V, columns < K, channels, V).to(OPERAND)
+            of_y = tl.dot(x, g, of_y, input_precision=PRECISION)
+        y = load_rows(y_at, has_value, channels, V).to(OPERAND)
+        z += tl.sum(of_y * y.to(tl.float32), 1)
+        out = load_rows(out_at, there, channels, V).to(OPERAND)
+        of_y = tl.dot(a_m, out, of_y * e[:, None], input_precision=PRECISION)
+        store_rows(grad_v + ((low + pair) * heads + head) * V, of_y, own, channels, V)
+        if W > 1:
+            store_rows(old_grad_v + scratch * V, of_y, has_value & (row < W - 1), channels, V)
+
+    product = tl.zeros([BK], tl.float32)
+    for key_begin in range(0, K, BK):
+        columns = key_begin + tl.arange(0, BK)
+        of_q = tl.zeros([BK, TILE], tl.float32)
+        for begin in range(0, V, BV):
+            channels = begin + tl.arange(0, BV)
+            s = load_rows(states + columns * V, columns < K, channels, V)
+            g = load_rows(grad_states + columns * V, columns < K, channels, V)
+            product += tl.sum(s.to(tl.float32) * g.to(tl.float32), 1)
+            out = load_rows(out_at, there, channels, V).to(OPERAND)
+            of_q = tl.dot(s.to(OPERAND), tl.trans(out), of_q, input_precision=PRECISION)
+        of_q = of_q * tl.exp(read_u)[None, :]
+        rows = load_rows(q_at, there, columns, K).to(OPERAND)
+        passing += tl.sum(of_q * tl.trans(rows).to(tl.float32), 0)
+        x = load_rows(x_at, readable, columns, K).to(OPERAND)
+        of_q = tl.dot(tl.trans(x), n_m, of_q, input_precision=PRECISION)
+        store_rows(grad_q + token * K, tl.trans(of_q.to(grad_q.dtype.element_ty)), there, columns, K)
+
+    later_token = row[None, :] - row[:, None]
+    in_window = (later_token <= 0) & (later_token > -W)  # of pairs by rows, and of steps
+    if W > 1:
+        z = tl.sum(tl.where(in_window, z[:, None], 0.0), 0)
+    of_end = tl.exp(end - at) * z
+    of_weight = written + at_once + of_end
+    if LAG == 0:
+        passed = tl.where(later_token >= 0, (passing - weight * written)[None, :], (weight * of_end)[None, :])
+    else:
+        passed = tl.where(later_token >= 0, (-weight * written)[None, :], (weight * of_end)[None, :])
+        passed += tl.where(later_token >= LAG, passing[None, :], 0.0)
+    of_decay = tl.sum(passed, 1) + tl.sum(product, 0) * tl.exp(end)
+
+    if MASKED:
+        count = tl.load(lengths + sequence).to(tl.int32)
+    place = start + row
+    active = there & pair_exists(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    of_gain, of_ridge, of_norm = token_gradients(
+        place, active, gain, ridge, energy, of_weight, of_decay, previous_valid, tail_valid, sequence, low, count,
+        head, heads, tokens, W, SHIFT, CARRIED, True, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+    )  # fmt: skip
+    tl.store(grad_gain + token, of_gain, mask=there)
+    if RIDGE > 0:
+        tl.store(grad_ridge + token, of_ridge, mask=there)
+    if W > 1:
+        of_norm = tl.sum(tl.where(in_window, of_norm[None, :], 0.0), 1)
+
+    into_x = x_rows(grad_k, grad_previous, grad_k, sequence, low, pair, head, heads, K, 1, SHIFT, CARRIED)
+    for key_begin in range(0, K, BK):
+        columns = key_begin + tl.arange(0, BK)
+        of_x = tl.zeros([TILE, BK], tl.float32)
+        for begin in range(0, V, BV):
+            channels = begin + tl.arange(0, BV)
+            y = load_rows(y_at, has_value, channels, V).to(OPERAND)
+            g = load_rows(grad_states + columns * V, columns < K, channels, V).to(OPERAND)
+            of_x = tl.dot(y, tl.trans(g), of_x, input_precision=PRECISION)
+        rows = load_rows(q_at, there, columns, K).to(OPERAND)
+        of_x = tl.dot(n_m, rows, of_x * e[:, None], input_precision=PRECISION)
+        x = load_rows(x_at, readable, columns, K).to(tl.float32)
+        of_x += 2.0 * of_norm[:, None] * x
+        store_rows(into_x, of_x, own & readable, columns, K)
+        if W > 1:
+            store_rows(old_grad_x + scratch * K, of_x, readable & (row < W - 1), columns, K)
+        if SHIFT and start + C >= count:  # the last key is nobody's write feature here
+            last = grad_k + ((low + start + steps - 1) * heads + head) * K + columns
+            tl.store(last, tl.zeros([BK], tl.float32), mask=columns < K)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -396,34 +458,40 @@ def _add_lookback(
     if start >= count:
         return
     row = tl.arange(0, LOOKBACK)
-    place = start + row - LOOKBACK
-    there = exists(place, row >= LOOKBACK - W + 1, SHIFT, CARRIED)
-    source = (number * heads + head) * LOOKBACK + row
+    place = start + row - (W - 1)
+    there = exists(place, row < W - 1, SHIFT, CARRIED)
+    source = (number * heads + head) * (W - 1) + row
     columns, channels = tl.arange(0, BK), tl.arange(0, BV)
     into = x_rows(grad_k, grad_previous, grad_tail_x, sequence, low, place, head, heads, K, W, SHIFT, CARRIED)
     own = load_rows(into, there & (place >= 0), columns, K).to(tl.float32)
     store_rows(into, own + load_rows(old_grad_x + source * K, there, columns, K), there, columns, K)
     into = v_rows(grad_v, grad_tail_v, sequence, low, place, head, heads, V, W, CARRIED)
+    there = exists(place, row < W - 1, 0, CARRIED)
     own = load_rows(into, there & (place >= 0), channels, V).to(tl.float32)
     store_rows(into, own + load_rows(old_grad_v + source * V, there, channels, V), there, channels, V)
+
+
+def chunk_length(dtype: torch.dtype, key_dim: int, window: int) -> int:
+    operand_bytes = 2 if dtype == torch.bfloat16 else 4
+    return launch.chunk_length(operand_bytes, max(16, triton.next_power_of_2(key_dim)), window)
 
 
 class Plan:
     """All of the launches of a call that follows from shapes and options."""
 
     def __init__(
-        self, layout: Layout, shape: torch.Size, value_dim: int, dtype: torch.dtype, device: torch.device, window: int,
-        shifted: bool, before: bool, carried: bool, aligned: bool = False,
+        self, layout: Layout, shape: torch.Size, value_dim: int, dtype: torch.dtype, device: torch.device,
+        schedule: Options, before: bool, masked: bool, carried: bool, aligned: bool = False,
     ):  # fmt: skip
         self.layout = layout
         batch, length, self.heads, key_dim = shape
+        window = schedule.window
         self.operand = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         self.memory = (layout.sequences, self.heads, key_dim, value_dim)
         self.states = (layout.chunks, self.heads, key_dim, value_dim)
         key_tile, tokens = max(16, triton.next_power_of_2(key_dim)), batch * length
         value_width = max(16, triton.next_power_of_2(value_dim))
         forward, reverse, backward = launch.configs(device, self.operand.itemsize, key_tile)
-        lookback = max(16, triton.next_power_of_2(window - 1)) if window > 1 else 16
         rows = layout.sequences * self.heads
 
         def tiles(config):
@@ -436,8 +504,10 @@ class Plan:
         self.across = (layout.length, layout.longest, self.heads)
         self.tokens = tokens
 
-        sizes = {"K": key_dim, "V": value_dim, "BK": key_tile, "C": layout.chunk, "PACKED": layout.packed}
-        rule = {"W": window, "SHIFT": int(shifted), "CARRIED": carried, "LOOKBACK": lookback}
+        chunk = {"C": layout.chunk, "PACKED": layout.packed}
+        sizes = {"K": key_dim, "V": value_dim, "BK": key_tile} | chunk
+        tile = {"TILE": layout.chunk + window - 1}
+        rule = {"W": window, "SHIFT": int(schedule.shifted), "CARRIED": carried}
         numbers = {
             "OPERAND": tl.bfloat16 if self.operand == torch.bfloat16 else tl.float32,
             "PRECISION": "tf32" if dtype == torch.float16 else "ieee",
@@ -446,6 +516,8 @@ class Plan:
 
         def options(config, *more):
             found = {"BV": min(config.value_tile, value_width), "num_warps": config.warps, "num_stages": config.stages}
+            if config.registers is not None:
+                found["maxnreg"] = config.registers
             for each in more:
                 found |= each
             return found
@@ -454,18 +526,23 @@ class Plan:
             return Launcher(kernel, (programs,), constants, flags, aligned)
 
         chunks, size = layout.chunks * self.heads, key_dim * value_dim
-        band = {"BAND_PRECISION": "tf32" if self.operand == torch.bfloat16 else "ieee"}
         self.forward = launcher(
-            _pass, rows * self.parts * tiles(forward), options(forward, sizes, rule, numbers),
+            _pass, rows * self.parts * tiles(forward), options(forward, sizes, tile, rule, numbers),
             "READ", "STORE", "FINAL", "INITIAL", "FROM_ZERO",
         )  # fmt: skip
         self.reverse = launcher(
-            _reverse_pass, rows * self.parts * tiles(reverse), options(reverse, sizes, numbers),
+            _reverse_pass, rows * self.parts * tiles(reverse), options(reverse, sizes, tile, numbers),
             "STORE", "FINAL", "INITIAL", "FROM_ZERO",
         )  # fmt: skip
-        self.backward = launcher(_chunk_backward, chunks, options(backward, sizes, rule, numbers, band))
-        self.lookback = launcher(_add_lookback, chunks, sizes | rule | {"BV": value_width, "num_warps": 4})
-        self.lookback_rows = chunks * lookback if window > 1 else 0
+        step = {
+            "MASKED": masked, "RIDGE": schedule.ridge, "DIRECT": schedule.direct, "CAPPED": schedule.capped,
+            "DETACH": schedule.detach_energy, "EPSILON": schedule.epsilon, "FLOOR": schedule.decay_floor,
+        }  # fmt: skip
+        part = {"BK": min(backward.key_tile, key_tile)}
+        self.backward = launcher(_chunk_backward, chunks, options(backward, sizes, tile, rule, numbers, step, part))
+        self.lookback_rows = chunks * (window - 1)
+        lookback = {"BV": value_width, "LOOKBACK": triton.next_power_of_2(max(window - 1, 1)), "num_warps": 4}
+        self.lookback = launcher(_add_lookback, chunks, sizes | rule | lookback)
         self.carry = launcher(
             _carry, rows * -(-size // 1024), {"SIZE": size, "BLOCK": 1024, "num_warps": 4}, "INITIAL", "REVERSED"
         )
@@ -482,23 +559,6 @@ class Plan:
         return found
 
 
-def _run_pass(
-    plan: Plan, tables: Tables, inputs: tuple, memory: Tensor | None, output: Tensor | None, states: Tensor | None,
-    final: Tensor | None,
-) -> None:  # fmt: skip
-    """From `memory` to whichever is given: outputs, memories that chunks find, and the memory at the end."""
-
-    def run(initial, output, states, final, part_decay, from_zero):
-        last = final is not None and not from_zero
-        plan.forward(
-            *inputs, initial, output, states, final, part_decay, tables.bounds, tables.first, *plan.along,
-            flags=(output is not None, states is not None, last, initial is not None, from_zero),
-        )  # fmt: skip
-
-    initial = plan.in_parts(lambda found, decay: run(None, None, None, found, decay, True), memory, inputs[0], False)
-    run(initial, output, states, final, None, False)
-
-
 def forward(
     plan: Plan,
     tables: Tables,
@@ -510,9 +570,10 @@ def forward(
     memory: Tensor | None,
     before: Before,
     output: Tensor,
+    states: Tensor | None,
     final: Tensor | None,
 ) -> None:
-    """Fills `output` [B, T, H, V] and, where it is given, the final memory, float32 [S, H, K, V].
+    """Fills `output` [B, T, H, V] and, where given, what chunks find, `plan.states`, and the last, [S, H, K, V].
 
     Args:
         q, k: [B, T, H, K]; v: [B, T, H, V]; float32, bfloat16 or float16, the same for all.
@@ -521,8 +582,17 @@ def forward(
         memory: float32 [S, H, K, V]; S is B, or the number of documents; None for zero.
         before: previous keys, and pairs of the tails, 0 where there is none.
     """
-    inputs = (q, k, v, log_decay, weight, before.previous_key, before.tail_x, before.tail_v)
-    _run_pass(plan, tables, inputs, memory, output, None, final)
+
+    def run(initial, output, states, final, part_decay, from_zero):
+        last = final is not None and not from_zero
+        plan.forward(
+            q, k, v, log_decay, weight, before.previous_key, before.tail_x, before.tail_v, initial, output, states,
+            final, part_decay, tables.bounds, tables.first, *plan.along,
+            flags=(output is not None, states is not None, last, initial is not None, from_zero),
+        )  # fmt: skip
+
+    initial = plan.in_parts(lambda found, decay: run(None, None, None, found, decay, True), memory, q, False)
+    run(initial, output, states, final, None, False)
 
 
 def backward(
@@ -533,18 +603,23 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    gain: Tensor,
+    ridge: Tensor | None,
+    before: Before,
+    lengths: Tensor | None,
     weight: Tensor,
     log_decay: Tensor,
-    memory: Tensor | None,
-    before: Before,
-    into: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    energy: Tensor,
+    states: Tensor,
+    into: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
     grad_before: Before,
 ) -> None:
-    """Fills the gradients of q, k, v, weight, log decay (each token's own) and memory, and adds to `grad_before`."""
-    grad_q, grad_k, grad_v, grad_weight, grad_log_decay, grad_memory = into
-    inputs = (q, k, v, log_decay, weight, before.previous_key, before.tail_x, before.tail_v)
-    states, grad_states = (torch.empty(plan.states, dtype=plan.operand, device=q.device) for _ in range(2))
-    _run_pass(plan, tables, inputs, memory, None, states, None)
+    """Fills the gradients of q, k, v, gain, ridge and memory, and adds to `grad_before`.
+
+    gain, ridge, lengths and energy are the schedule's, `states` what the forward has left.
+    """
+    grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory = into
+    grad_states = torch.empty_like(states)
 
     def reverse(initial, states, final, part_decay, from_zero):
         last = final is not None and not from_zero
@@ -560,8 +635,9 @@ def backward(
     if plan.lookback_rows:
         old_x, old_v = (weight.new_empty(plan.lookback_rows * t.shape[-1]) for t in (k, v))
     plan.backward(
-        *inputs, grad_output, states, grad_states, grad_q, grad_k, grad_v, grad_weight, grad_log_decay,
-        grad_before.previous_key, old_x, old_v, *tables, *plan.across, plan.tokens,
+        q, k, v, log_decay, weight, before.previous_key, before.tail_x, before.tail_v, gain, ridge, energy,
+        before.previous_valid, before.tail_valid, lengths, grad_output, states, grad_states, grad_q, grad_k, grad_v,
+        grad_gain, grad_ridge, grad_before.previous_key, old_x, old_v, *tables, *plan.across, plan.tokens,
     )  # fmt: skip
     if plan.lookback_rows:
         plan.lookback(

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
 
 import torch
-import triton
 from torch import Tensor
 
-from . import launch, triton_additive, triton_regression, triton_schedule
+from . import triton_additive, triton_regression, triton_schedule
 from .triton_layout import NAMESPACE, NO_TABLES, Layout
 from .triton_schedule import Before
 
@@ -53,15 +52,14 @@ class Plan:
                 shape, value_dim, dtype, device, documents, shifted, before, carried, aligned
             )
         else:
-            operand_bytes = 2 if dtype == torch.bfloat16 else 4
-            chunk = launch.chunk_length(operand_bytes, max(16, triton.next_power_of_2(key_dim)), window)
-        self.layout = Layout.of(batch, length, documents, chunk)
+            chunk = triton_additive.chunk_length(dtype, key_dim, window)
+        self.layout, schedule = Layout.of(batch, length, documents, chunk), triton_schedule.Options(*options)
         if not self.residual:
             self.core = triton_additive.Plan(
-                self.layout, shape, value_dim, dtype, device, window, shifted, before, carried, aligned
+                self.layout, shape, value_dim, dtype, device, schedule, before, masked, carried, aligned
             )
         self.schedule = triton_schedule.Plan(
-            self.layout, heads, key_dim, triton_schedule.Options(*options), masked, carried, not self.residual, aligned
+            self.layout, heads, key_dim, schedule, masked, carried, not self.residual, aligned
         )
         self.memory = (self.layout.sequences, heads, key_dim, value_dim)
 
@@ -96,7 +94,7 @@ def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
             bool; 0 where not valid.
         lengths: [B] int64 tokens of each row, the rest of which does nothing; cu_seqlens: [S + 1].
         ridge_mode: a value of `triton_schedule.RIDGE`; direct: gain is the step size; before: read before the write.
-        final, keep: whether the final memory, and what the backward of falcon_1 needs, are wanted; else they are empty.
+        final, keep: whether the final memory, and what the backward needs, are wanted; else they are empty.
     """
     tensors, final, keep = _contiguous(arguments[:TENSORS]), arguments[-2], arguments[-1]
     q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = tensors
@@ -111,7 +109,10 @@ def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
             plan.core, q, k, v, weight, log_decay, memory, before.previous_key, cu_seqlens, output, final_memory, keep
         )
     else:
-        triton_additive.forward(plan.core, tables, q, k, v, weight, log_decay, memory, before, output, final_memory)
+        states = v.new_empty(plan.core.states, dtype=plan.core.operand) if keep else None
+        triton_additive.forward(
+            plan.core, tables, q, k, v, weight, log_decay, memory, before, output, states, final_memory
+        )
     found = (output, final_memory, weight, log_decay, energy, states, residuals)
     return tuple(v.new_empty(0) if t is None else t for t in found)  # type: ignore[return-value]
 
@@ -125,7 +126,12 @@ def _fake(*arguments):
     wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     memory = v.new_empty((sequences, heads, key_dim, v.shape[-1]), dtype=torch.float32) if final else v.new_empty(0)
     states, residuals = v.new_empty(0), v.new_empty(0)
-    if residual and keep:
+    if keep and not residual:
+        chunk = triton_additive.chunk_length(q.dtype, key_dim, arguments[TENSORS])
+        documents = 0 if cu_seqlens is None else sequences
+        chunks = Layout.of(batch, length, documents, chunk).chunks
+        states = v.new_empty((chunks, heads, key_dim, v.shape[-1]), dtype=wide)
+    elif keep:
         states = v.new_empty(triton_regression.states_shape(q, v, cu_seqlens), dtype=wide)
         residuals = v.new_empty(v.shape, dtype=wide)
     three = (v.new_empty(numbers, dtype=torch.float32) for _ in range(3))
@@ -142,26 +148,28 @@ def _backward(grad_output: Tensor | None, grad_final: Tensor | None, *arguments)
     plan = _plan(tensors, arguments[TENSORS + 5 :], grad_output, grad_final, *kept)
     before = Before(*rest)
     tables = NO_TABLES if cu_seqlens is None else plan.layout.tables(cu_seqlens)
-    grads = [torch.empty_like(t) for t in (q, k, v, weight, log_decay)]
+    grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (q, k, v))
     grad_memory = None if memory is None else torch.empty_like(memory)
     grad_before = Before()
     if plan.carried:  # documents without tokens are not visited
         key, _, tail_x, tail_v, _ = (None if t is None else torch.zeros_like(t) for t in before)
         grad_before = Before(key, None, tail_x, tail_v)
     if plan.residual:
+        grad_weight, grad_log_decay = torch.empty_like(weight), torch.empty_like(log_decay)
         triton_regression.backward(
             plan.core, q, k, v, weight, log_decay, before.previous_key, cu_seqlens, states, residuals, grad_output,
-            grad_final, (*grads, grad_memory, grad_before.previous_key),
+            grad_final, (grad_q, grad_k, grad_v, grad_weight, grad_log_decay, grad_memory, grad_before.previous_key),
+        )  # fmt: skip
+        grad_gain, grad_ridge = triton_schedule.backward(
+            plan.schedule, tables, k, gain, ridge, before, lengths, energy, grad_weight, grad_log_decay, grad_k,
+            grad_before,
         )  # fmt: skip
     else:
+        grad_gain, grad_ridge = (None if t is None else torch.empty_like(t) for t in (gain, ridge))
         triton_additive.backward(
-            plan.core, tables, grad_output, grad_final, q, k, v, weight, log_decay, memory, before,
-            (*grads, grad_memory), grad_before,
+            plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, weight, log_decay,
+            energy, states, (grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory), grad_before,
         )  # fmt: skip
-    grad_q, grad_k, grad_v, grad_weight, grad_log_decay = grads
-    grad_gain, grad_ridge = triton_schedule.backward(
-        plan.schedule, tables, k, gain, ridge, before, lengths, energy, grad_weight, grad_log_decay, grad_k, grad_before
-    )
     found = (grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory)
     return [t for t in (*found, grad_before.previous_key, *grad_before[2:4]) if t is not None]
 

@@ -101,34 +101,35 @@ def _norms(rows, there, ROWS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
 def _forward(
     k, gain, ridge, previous, previous_valid, tail, tail_valid, lengths, weight, log_decay, energy,
     bounds, first, owner, length, longest, heads, tokens,
-    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr, LOOKBACK: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RUNNING: tl.constexpr, RIDGE: tl.constexpr,
     DIRECT: tl.constexpr, CAPPED: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
+    """The W - 1 pairs before a chunk and its own C, at most, are the TILE rows of one tile."""
     program = tl.program_id(0).to(tl.int64)
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
-    place = start + tl.arange(0, C)
-    stored = place < count
+    step = tl.arange(0, TILE)
+    place = start + step
+    stored = (place < count) & (step < C)
     if MASKED:
         count = tl.load(lengths + sequence).to(tl.int32)
     there = pair_exists(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    x = x_rows(k, previous, tail, sequence, low, place, head, heads, K, W, SHIFT, CARRIED)
-    statistic = _norms(x, there, C, K, BK)
+    pair = place - (W - 1)
+    readable = there
     if W > 1:
-        apart = place[:, None] - place[None, :]
+        readable = pair_exists(pair, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    x = x_rows(k, previous, tail, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED)
+    statistic = _norms(x, readable, TILE, K, BK)
+    if W > 1:
+        apart = step[None, :] - step[:, None]  # of a row and the row of a token's oldest pair
         statistic = tl.sum(tl.where((apart >= 0) & (apart < W), statistic[None, :], 0.0), 1)
-        pair = start - LOOKBACK + tl.arange(0, LOOKBACK)
-        before = pair_exists(pair, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED) & (pair > start - W)
-        x = x_rows(k, previous, tail, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED)
-        old = _norms(x, before, LOOKBACK, K, BK)
-        statistic += tl.sum(tl.where(place[:, None] - pair[None, :] < W, old[None, :], 0.0), 1)
     size = window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
     statistic = statistic / size
     token = (low + place) * heads + head
     active = there & stored
     beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
-    base = tl.zeros([C], tl.float32)
+    base = tl.zeros([TILE], tl.float32)
     if RIDGE > 0:
         base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
     eta, used, _, _ = _step_size(beta, base, statistic, active, RIDGE, DIRECT, CAPPED, EPSILON)
@@ -174,28 +175,46 @@ def step_gradients(
 
 
 @triton.jit
+def token_gradients(
+    place, active, gain, ridge, energy, grad_weight, grad_decay, previous_valid, tail_valid, sequence, low, count, head,
+    heads, tokens, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, RUNNING: tl.constexpr,
+    RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
+    FLOOR: tl.constexpr,
+):  # fmt: skip
+    """Gradients of gain, of ridge, and of the window's sum of squared norms, for the tokens `place` [R]; else 0.
+
+    grad_weight, grad_decay: [R], of each token's weight and log decay.
+    """
+    token = (low + place) * heads + head
+    size = window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
+    base = beta * 0.0
+    if RIDGE > 0:
+        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
+    number = _number(low, place, head, heads, tokens, RUNNING)
+    statistic = tl.load(energy + number, mask=active, other=0.0)
+    of_gain, of_ridge, of_energy = step_gradients(
+        beta, base, statistic, grad_weight / size, grad_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
+    )
+    return of_gain, of_ridge, of_energy / size
+
+
+@triton.jit
 def _token_gradients(
     place, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count, head,
     heads, tokens, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, RUNNING: tl.constexpr,
     RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
     FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of gain, of ridge, and of the window's sum of squared norms, for the tokens `place` [R]; else 0."""
+    """`token_gradients` of what another kernel has left."""
     active = (place >= 0) & pair_exists(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    token = (low + place) * heads + head
     number = _number(low, place, head, heads, tokens, RUNNING)
-    size = window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
-    base = beta * 0.0
-    if RIDGE > 0:
-        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
-    statistic = tl.load(energy + number, mask=active, other=0.0)
-    grad_eta = tl.load(grad_weight + number, mask=active, other=0.0) / size
-    grad_decay = tl.load(grad_log_decay + number, mask=active, other=0.0)
-    of_gain, of_ridge, of_energy = step_gradients(
-        beta, base, statistic, grad_eta, grad_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
-    )
-    return of_gain, of_ridge, of_energy / size
+    of_weight = tl.load(grad_weight + number, mask=active, other=0.0)
+    of_decay = tl.load(grad_log_decay + number, mask=active, other=0.0)
+    return token_gradients(
+        place, active, gain, ridge, energy, of_weight, of_decay, previous_valid, tail_valid, sequence, low, count,
+        head, heads, tokens, W, SHIFT, CARRIED, RUNNING, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -224,9 +243,10 @@ def _key_gradients(
 def _backward(
     k, gain, ridge, previous, previous_valid, tail, tail_valid, lengths, energy, grad_weight, grad_log_decay,
     grad_k, grad_gain, grad_ridge, grad_previous, grad_tail, bounds, first, owner, length, longest, heads, tokens,
-    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr, BEFORE: tl.constexpr,
-    MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RUNNING: tl.constexpr, RIDGE: tl.constexpr,
-    DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
+    BEFORE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RUNNING: tl.constexpr,
+    RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
+    FLOOR: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the tokens of a chunk; a sequence's first chunk adds to those of the pairs from before the call."""
     program = tl.program_id(0).to(tl.int64)
@@ -235,8 +255,8 @@ def _backward(
     count = whole
     if MASKED:
         count = tl.load(lengths + sequence).to(tl.int32)
-    place = start + tl.arange(0, C)
-    stored = place < whole
+    place = start + tl.arange(0, TILE)
+    stored = (place < whole) & (place < start + C)
     token = (low + place) * heads + head
     of_gain, of_ridge, _ = _token_gradients(
         place, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count,
@@ -302,9 +322,9 @@ class Plan:
             "CARRIED": carried, "RUNNING": running, "RIDGE": options.ridge, "DIRECT": options.direct,
             "CAPPED": options.capped, "EPSILON": options.epsilon, "FLOOR": options.decay_floor, "num_warps": warps,
         }  # fmt: skip
-        forward = {"LOOKBACK": triton.next_power_of_2(max(before, 1))}
+        shared["TILE"] = triton.next_power_of_2(layout.chunk + before)
         backward = {"BEFORE": triton.next_power_of_2(max(before + options.shifted, 1)), "DETACH": options.detach_energy}
-        self.forward = Launcher(_forward, grid, shared | forward, aligned=aligned)
+        self.forward = Launcher(_forward, grid, shared, aligned=aligned)
         self.backward = Launcher(_backward, grid, shared | backward, aligned=aligned)
 
 
