@@ -32,55 +32,32 @@ from torch import Tensor
 
 from . import launch
 from .launcher import Launcher
-from .triton_layout import NUMBERS, Layout, Tables, chunk_of, exists, load_rows, span, store_rows, v_rows, x_rows
+from .triton_layout import (
+    NUMBERS,
+    Layout,
+    Tables,
+    chunk_of,
+    exists,
+    load_rows,
+    span,
+    store_rows,
+    token_rows,
+    v_rows,
+    x_rows,
+)
 from .triton_schedule import Before, Options, pair_exists, token_gradients
 
 
 @triton.jit
-def _log_decay_at(u, step, steps, end):
-    """u at the steps [R] of a chunk of `steps` tokens: 0 before it and `end` after it."""
-    value = tl.load(u + step, mask=(step >= 0) & (step < steps), other=0.0)
-    return tl.where(step >= steps, end, value)
-
-
-@triton.jit
-def _weight_at(w, step, steps):
-    return tl.load(w + step, mask=(step >= 0) & (step < steps), other=0.0)
-
-
-@triton.jit
-def _band(u, w, steps, end, at, weight, read_u, row, LAG: tl.constexpr, W: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """M [tokens, pairs] or its transpose, its full windows' decays exp(u_t - u_r), and their sums [pairs].
-
-    at, weight, read_u: [TILE] log decay and weight at each row's own step, and log decay up to what each token reads.
-    """
-    age = row[None, :] - LAG - row[:, None] if TRANSPOSED else row[:, None] - LAG - row[None, :]
-    if W > 1:
-        m = age.to(tl.float32) * 0.0
-        before = _log_decay_at(u, row - W + 1, steps, end)
-        column = _weight_at(w, row - W + 1, steps)
-        for d in tl.static_range(1, W):
-            m = tl.where(age == d - W, column[:, None] if TRANSPOSED else column[None, :], m)
-            after = at
-            own = weight
-            if d < W - 1:
-                after = _log_decay_at(u, row - W + 1 + d, steps, end)
-                own = _weight_at(w, row - W + 1 + d, steps)
-            column = column * tl.exp(after - before) + own
-            before = after
-    else:
-        column = weight
-    exponent = read_u[None, :] - at[:, None] if TRANSPOSED else read_u[:, None] - at[None, :]
-    decays = tl.exp(tl.where(age >= 0, exponent, float("-inf")))
-    full = decays * (column[:, None] if TRANSPOSED else column[None, :])
-    m = tl.where(age >= 0, full, m) if W > 1 else full
-    return m, decays, column
+def _number_at(numbers, step):
+    """Of a chunk's running log decays or weights, at the steps [R]: 0 before it."""
+    return tl.load(numbers + step, mask=step >= 0, other=0.0)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _pass(
-    q, k, v, u, w, previous, tail_x, tail_v, initial, output, states, final, part_decay,
-    bounds, first, length, heads, tokens, longest, parts, part_chunks,
+    q, k, v, u, w, c, previous, tail_x, tail_v, initial, output, states, final, part_decay,
+    bounds, first, length, heads, longest, parts, part_chunks,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr,
     READ: tl.constexpr, STORE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr, FROM_ZERO: tl.constexpr,
@@ -90,7 +67,7 @@ def _pass(
 
     INITIAL starts from `initial` [sequence, part, ...], else from zero; FINAL has the last part write `final`.
     FROM_ZERO: what the part writes to an empty memory, to `final` [sequence, part, ...], and its log decay.
-    u and w of a chunk are read during the one before.
+    c: sums of w exp(u_r - u) over each row's window, w itself where W is 1.
     """
     tiles = (V + BV - 1) // BV
     program = tl.program_id(0).to(tl.int64)
@@ -98,12 +75,10 @@ def _pass(
     part = program // (tiles * heads) % parts
     sequence = program // (tiles * heads * parts)
     low, count = span(sequence, bounds, length, PACKED)
-    columns, channels = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    columns, channels = tl.arange(0, BK), tile.to(tl.int32) * BV + tl.arange(0, BV)
     number = sequence * longest
     if PACKED:
         number = tl.load(first + sequence)
-    u += head * tokens + low
-    w += head * tokens + low
 
     inside = (columns < K)[:, None] & (channels < V)[None, :]
     matrix = columns[:, None] * V + channels[None, :]
@@ -116,45 +91,49 @@ def _pass(
     row = tl.arange(0, TILE)
     begin = (part * part_chunks).to(tl.int32)
     last = tl.minimum(begin + part_chunks, (count + C - 1) // C)
-    start = begin * C
-    steps = tl.minimum(count - start, C)
-    next_end = tl.load(u + start + steps - 1, mask=begin < last, other=0.0)
-    next_u = tl.load(u + start + row, mask=row < steps, other=0.0)
-    next_w = tl.load(w + start + row, mask=row < steps, other=0.0)
+    place_of_numbers = ((number + begin) * heads + head) * TILE + row
+    at = tl.load(u + place_of_numbers)
+    column = tl.load(c + place_of_numbers)
     for n in range(begin, last):
         start = n * C
         steps = tl.minimum(count - start, C)
-        end = next_end
-        at = tl.where(row < steps, next_u, end)
-        weight = next_w
-        after = tl.minimum(count - start - C, C)
-        next_end = tl.load(u + start + C + after - 1, mask=n + 1 < last, other=0.0)
-        next_u = tl.load(u + start + C + row, mask=row < after, other=0.0)
-        next_w = tl.load(w + start + C + row, mask=row < after, other=0.0)
-
+        numbers = ((number + n) * heads + head) * TILE
+        end = tl.load(u + numbers + TILE - 1)
         there = row < steps
-        pair = start + row - (W - 1)
+        pair = row - (W - 1)
         own = row < steps + W - 1
-        x = x_rows(k, previous, tail_x, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED)
-        x = load_rows(x, exists(pair, own, SHIFT, CARRIED), columns, K).to(OPERAND)
-        y = v_rows(v, tail_v, sequence, low, pair, head, heads, V, W, CARRIED)
-        y = load_rows(y, exists(pair, own, 0, CARRIED), channels, V).to(OPERAND)
-        read_u = at
-        if LAG > 0:
-            read_u = _log_decay_at(u + start, row - LAG, steps, end)
-        m, _, column = _band(u + start, w + start, steps, end, at, weight, read_u, row, LAG, W, False)
+        x = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
+        x = load_rows(x, exists(start + pair, own, SHIFT, CARRIED), columns, K).to(OPERAND)
+        y = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
+        y = load_rows(y, exists(start + pair, own, 0, CARRIED), channels, V).to(OPERAND)
         if STORE:
             tl.store(states + ((number + n) * heads + head) * K * V + matrix, s, mask=inside)
         if READ:
-            token = (low + start + row) * heads + head
-            rows = load_rows(q + token * K, there, columns, K).to(OPERAND)
-            scores = tl.dot(rows, tl.trans(x), input_precision=PRECISION) * m
+            rows = load_rows(token_rows(q, low + start, row, head, heads, K), there, columns, K).to(OPERAND)
+            scores = tl.dot(rows, tl.trans(x), input_precision=PRECISION)
+            read_u = at
+            if LAG > 0:
+                read_u = _number_at(u + numbers, row - LAG)
+            late = row + tl.minimum(steps, 0)  # the rows, though the compiler, not knowing, keeps no mask of them
+            age = late[:, None] - LAG - late[None, :]
+            m = tl.exp(tl.where(age >= 0, read_u[:, None] - at[None, :], float("-inf"))) * column[None, :]
+            if W > 1:
+                written = _number_at(w + numbers, row - LAG)
+                for d in tl.static_range(W - 1):
+                    if d > 0:
+                        before = _number_at(u + numbers, row - LAG - d)
+                        written += _number_at(w + numbers, row - LAG - d) * tl.exp(read_u - before)
+                    m = tl.where(age == d - W + 1, written[:, None], m)
+            scores *= m
             o = tl.dot(rows, s.to(OPERAND), input_precision=PRECISION) * tl.exp(read_u)[:, None]
             o = tl.dot(scores.to(OPERAND), y, o, input_precision=PRECISION)
-            store_rows(output + token * V, o, there, channels, V)
+            store_rows(token_rows(output, low + start, row, head, heads, V), o, there, channels, V)
         e = tl.exp(end - at) * column
         s = tl.dot(tl.trans(x), (e[:, None] * y).to(OPERAND), s * tl.exp(end), input_precision=PRECISION)
         total += end
+        place_of_numbers = ((number + tl.minimum(n + 1, last - 1)) * heads + head) * TILE + row
+        at = tl.load(u + place_of_numbers)
+        column = tl.load(c + place_of_numbers)
 
     if FROM_ZERO:
         tl.store(final + place_of_part + matrix, s, mask=inside)
@@ -166,7 +145,7 @@ def _pass(
 @triton.jit(do_not_specialize=NUMBERS)
 def _reverse_pass(
     q, u, grad_output, initial, states, final, part_decay,
-    bounds, first, length, heads, tokens, longest, parts, part_chunks,
+    bounds, first, length, heads, longest, parts, part_chunks,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     LAG: tl.constexpr, PACKED: tl.constexpr, STORE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
     FROM_ZERO: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
@@ -182,11 +161,10 @@ def _reverse_pass(
     part = program // (tiles * heads) % parts
     sequence = program // (tiles * heads * parts)
     low, count = span(sequence, bounds, length, PACKED)
-    columns, channels = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    columns, channels = tl.arange(0, BK), tile.to(tl.int32) * BV + tl.arange(0, BV)
     number = sequence * longest
     if PACKED:
         number = tl.load(first + sequence)
-    u += head * tokens + low
 
     inside = (columns < K)[:, None] & (channels < V)[None, :]
     matrix = columns[:, None] * V + channels[None, :]
@@ -203,12 +181,12 @@ def _reverse_pass(
         n = last - 1 - i
         start = n * C
         steps = tl.minimum(count - start, C)
-        end = tl.load(u + start + steps - 1)
+        numbers = u + ((number + n) * heads + head) * TILE
+        end = tl.load(numbers + TILE - 1)
         there = step < steps
-        token = (low + start + step) * heads + head
-        rows = load_rows(q + token * K, there, columns, K).to(OPERAND)
-        out = load_rows(grad_output + token * V, there, channels, V)
-        read_u = _log_decay_at(u + start, step - LAG, steps, end)
+        rows = load_rows(token_rows(q, low + start, step, head, heads, K), there, columns, K).to(OPERAND)
+        out = load_rows(token_rows(grad_output, low + start, step, head, heads, V), there, channels, V)
+        read_u = _number_at(numbers, step - LAG)
         if STORE:
             tl.store(states + ((number + n) * heads + head) * K * V + matrix, g, mask=inside)
         out = (tl.exp(read_u)[:, None] * out).to(OPERAND)
@@ -245,7 +223,7 @@ def _carry(
 
 
 @triton.jit
-def _by_step(past, h, u, steps, end, row, LAG: tl.constexpr, W: tl.constexpr):
+def _by_step(past, h, u, row, LAG: tl.constexpr, W: tl.constexpr):
     """What reads after each step and at it of the pairs in its window, decayed from the step on: [TILE] each.
 
     past: [TILE] what reads after the last write of each row's pair; h: [pairs, tokens] all that is read.
@@ -256,7 +234,7 @@ def _by_step(past, h, u, steps, end, row, LAG: tl.constexpr, W: tl.constexpr):
     else:
         after = gap.to(tl.float32) * 0.0
         at = after
-        end_u = _log_decay_at(u, row, steps, end)
+        end_u = _number_at(u, row)
         for i in tl.static_range(W):
             after = tl.where(gap == -i, past[:, None], after)
             own = past
@@ -265,7 +243,7 @@ def _by_step(past, h, u, steps, end, row, LAG: tl.constexpr, W: tl.constexpr):
             if LAG > 0:
                 at = tl.where(gap == -i, own[:, None], at)
             if i < W - 1:
-                begin_u = _log_decay_at(u, row - i - 1, steps, end)
+                begin_u = _number_at(u, row - i - 1)
                 past = (past + own) * tl.exp(end_u - begin_u)
                 end_u = begin_u
         if LAG == 0:
@@ -275,10 +253,10 @@ def _by_step(past, h, u, steps, end, row, LAG: tl.constexpr, W: tl.constexpr):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _chunk_backward(
-    q, k, v, u, w, previous, tail_x, tail_v, gain, ridge, energy, previous_valid, tail_valid, lengths,
+    q, k, v, u, w, c, previous, tail_x, tail_v, gain, ridge, energy, previous_valid, tail_valid, lengths,
     grad_output, states, grad_states,
     grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_previous, old_grad_x, old_grad_v,
-    bounds, first, owner, length, longest, heads, tokens,
+    bounds, first, owner, length, longest, heads,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, SHIFT: tl.constexpr, LAG: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     CARRIED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr,
@@ -305,20 +283,20 @@ def _chunk_backward(
         return
     row = tl.arange(0, TILE)
     steps = tl.minimum(count - start, C)
-    u += head * tokens + low + start
-    w += head * tokens + low + start
+    u += (number * heads + head) * TILE
+    w += (number * heads + head) * TILE
     states += (number * heads + head) * K * V
     grad_states += (number * heads + head) * K * V
 
     there = row < steps
-    token = (low + start + row) * heads + head
-    q_at, out_at = q + token * K, grad_output + token * V
-    pair = start + row - (W - 1)
+    q_at = token_rows(q, low + start, row, head, heads, K)
+    out_at = token_rows(grad_output, low + start, row, head, heads, V)
+    pair = row - (W - 1)
     own = (row >= W - 1) & (row < steps + W - 1)
-    readable = exists(pair, row < steps + W - 1, SHIFT, CARRIED)
-    has_value = exists(pair, row < steps + W - 1, 0, CARRIED)
-    x_at = x_rows(k, previous, tail_x, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED)
-    y_at = v_rows(v, tail_v, sequence, low, pair, head, heads, V, W, CARRIED)
+    readable = exists(start + pair, row < steps + W - 1, SHIFT, CARRIED)
+    has_value = exists(start + pair, row < steps + W - 1, 0, CARRIED)
+    x_at = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
+    y_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
     scratch = (number * heads + head) * (W - 1) + row
 
     n = tl.zeros([TILE, TILE], tl.float32)
@@ -334,32 +312,34 @@ def _chunk_backward(
         rows = load_rows(q_at, there, columns, K).to(OPERAND)
         a = tl.dot(x, tl.trans(rows), a, input_precision=PRECISION)
 
-    end = tl.load(u + steps - 1)
-    at = _log_decay_at(u, row, steps, end)
-    weight = _weight_at(w, row, steps)
+    end = tl.load(u + TILE - 1)
+    at = tl.load(u + row)
+    column = tl.load(c + (number * heads + head) * TILE + row)
     read_u = at
     if LAG > 0:
-        read_u = _log_decay_at(u, row - LAG, steps, end)
-    m, decays, column = _band(u, w, steps, end, at, weight, read_u, row, LAG, W, True)
-    e = tl.exp(end - at) * column
-    n_m = (n * m).to(OPERAND)
-    a_m = (a * m).to(OPERAND)
-    h = n * a
+        read_u = _number_at(u, row - LAG)
     age = row[None, :] - LAG - row[:, None]
+    decays = tl.exp(tl.where(age >= 0, read_u[None, :] - at[:, None], float("-inf")))
+    h = n * a
+    m = decays * column[:, None]
     later = tl.where(age > 0, h * decays, 0.0)
     past = tl.sum(later, 1)
     later = later * column[:, None]
     if W > 1:
-        before = _log_decay_at(u, row - W + 1, steps, end)
-        kept = _weight_at(w, row - W + 1, steps)
+        before = _number_at(u, row - W + 1)
+        written = _number_at(w, row - W + 1)
         for d in tl.static_range(1, W):
-            after = _log_decay_at(u, row - W + 1 + d, steps, end)
-            kept = kept * tl.exp(after - before)
-            later = tl.where(age == d - W + 1, h * kept[:, None], later)
-            kept += _weight_at(w, row - W + 1 + d, steps)
+            m = tl.where(age == d - W, written[:, None], m)
+            after = _number_at(u, row - W + 1 + d)
+            written = written * tl.exp(after - before)
+            later = tl.where(age == d - W + 1, h * written[:, None], later)
+            written += _number_at(w, row - W + 1 + d)
             before = after
+    n_m = (n * m).to(OPERAND)
+    a_m = (a * m).to(OPERAND)
     passing = tl.sum(later, 0)  # by the token that reads
-    written, at_once = _by_step(past, h, u, steps, end, row, LAG, W)
+    e = tl.exp(end - at) * column
+    written, at_once = _by_step(past, h, u, row, LAG, W)
 
     z = tl.zeros([TILE], tl.float32)
     for begin in range(0, V, BV):
@@ -374,7 +354,7 @@ def _chunk_backward(
         z += tl.sum(of_y * y.to(tl.float32), 1)
         out = load_rows(out_at, there, channels, V).to(OPERAND)
         of_y = tl.dot(a_m, out, of_y * e[:, None], input_precision=PRECISION)
-        store_rows(grad_v + ((low + pair) * heads + head) * V, of_y, own, channels, V)
+        store_rows(token_rows(grad_v, low + start, pair, head, heads, V), of_y, own, channels, V)
         if W > 1:
             store_rows(old_grad_v + scratch * V, of_y, has_value & (row < W - 1), channels, V)
 
@@ -394,12 +374,19 @@ def _chunk_backward(
         passing += tl.sum(of_q * tl.trans(rows).to(tl.float32), 0)
         x = load_rows(x_at, readable, columns, K).to(OPERAND)
         of_q = tl.dot(tl.trans(x), n_m, of_q, input_precision=PRECISION)
-        store_rows(grad_q + token * K, tl.trans(of_q.to(grad_q.dtype.element_ty)), there, columns, K)
+        store_rows(
+            token_rows(grad_q, low + start, row, head, heads, K),
+            tl.trans(of_q.to(grad_q.dtype.element_ty)),
+            there,
+            columns,
+            K,
+        )
 
     later_token = row[None, :] - row[:, None]
     in_window = (later_token <= 0) & (later_token > -W)  # of pairs by rows, and of steps
     if W > 1:
         z = tl.sum(tl.where(in_window, z[:, None], 0.0), 0)
+    weight = _number_at(w, row)
     of_end = tl.exp(end - at) * z
     of_weight = written + at_once + of_end
     if LAG == 0:
@@ -412,10 +399,12 @@ def _chunk_backward(
     if MASKED:
         count = tl.load(lengths + sequence).to(tl.int32)
     place = start + row
+    token = (low + place) * heads + head
     active = there & pair_exists(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    statistic = tl.load(energy + (number * heads + head) * TILE + row)
     of_gain, of_ridge, of_norm = token_gradients(
-        place, active, gain, ridge, energy, of_weight, of_decay, previous_valid, tail_valid, sequence, low, count,
-        head, heads, tokens, W, SHIFT, CARRIED, True, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+        place, token, active, gain, ridge, statistic, of_weight, of_decay, previous_valid, tail_valid, sequence, count,
+        W, SHIFT, CARRIED, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
     )  # fmt: skip
     tl.store(grad_gain + token, of_gain, mask=there)
     if RIDGE > 0:
@@ -423,7 +412,7 @@ def _chunk_backward(
     if W > 1:
         of_norm = tl.sum(tl.where(in_window, of_norm[None, :], 0.0), 1)
 
-    into_x = x_rows(grad_k, grad_previous, grad_k, sequence, low, pair, head, heads, K, 1, SHIFT, CARRIED)
+    into_x = x_rows(grad_k, grad_previous, grad_k, sequence, low, start, pair, head, heads, K, 1, SHIFT, CARRIED)
     for key_begin in range(0, K, BK):
         columns = key_begin + tl.arange(0, BK)
         of_x = tl.zeros([TILE, BK], tl.float32)
@@ -462,10 +451,12 @@ def _add_lookback(
     there = exists(place, row < W - 1, SHIFT, CARRIED)
     source = (number * heads + head) * (W - 1) + row
     columns, channels = tl.arange(0, BK), tl.arange(0, BV)
-    into = x_rows(grad_k, grad_previous, grad_tail_x, sequence, low, place, head, heads, K, W, SHIFT, CARRIED)
+    into = x_rows(
+        grad_k, grad_previous, grad_tail_x, sequence, low, start, row - (W - 1), head, heads, K, W, SHIFT, CARRIED
+    )
     own = load_rows(into, there & (place >= 0), columns, K).to(tl.float32)
     store_rows(into, own + load_rows(old_grad_x + source * K, there, columns, K), there, columns, K)
-    into = v_rows(grad_v, grad_tail_v, sequence, low, place, head, heads, V, W, CARRIED)
+    into = v_rows(grad_v, grad_tail_v, sequence, low, start, row - (W - 1), head, heads, V, W, CARRIED)
     there = exists(place, row < W - 1, 0, CARRIED)
     own = load_rows(into, there & (place >= 0), channels, V).to(tl.float32)
     store_rows(into, own + load_rows(old_grad_v + source * V, there, channels, V), there, channels, V)
@@ -484,12 +475,12 @@ class Plan:
         schedule: Options, before: bool, masked: bool, carried: bool, aligned: bool = False,
     ):  # fmt: skip
         self.layout = layout
-        batch, length, self.heads, key_dim = shape
+        _, _, self.heads, key_dim = shape
         window = schedule.window
         self.operand = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         self.memory = (layout.sequences, self.heads, key_dim, value_dim)
         self.states = (layout.chunks, self.heads, key_dim, value_dim)
-        key_tile, tokens = max(16, triton.next_power_of_2(key_dim)), batch * length
+        key_tile = max(16, triton.next_power_of_2(key_dim))
         value_width = max(16, triton.next_power_of_2(value_dim))
         forward, reverse, backward = launch.configs(device, self.operand.itemsize, key_tile)
         rows = layout.sequences * self.heads
@@ -500,9 +491,8 @@ class Plan:
         segments = launch.segments(device, rows * tiles(forward), layout.longest)
         part_chunks = -(-layout.longest // segments)
         self.parts = -(-layout.longest // part_chunks)
-        self.along = (layout.length, self.heads, tokens, layout.longest, self.parts, part_chunks)
+        self.along = (layout.length, self.heads, layout.longest, self.parts, part_chunks)
         self.across = (layout.length, layout.longest, self.heads)
-        self.tokens = tokens
 
         chunk = {"C": layout.chunk, "PACKED": layout.packed}
         sizes = {"K": key_dim, "V": value_dim, "BK": key_tile} | chunk
@@ -577,8 +567,7 @@ def forward(
 
     Args:
         q, k: [B, T, H, K]; v: [B, T, H, V]; float32, bfloat16 or float16, the same for all.
-        weight: float32 [H, B T], 0 for what is no token and for a first token without a pair.
-        log_decay: float32 [H, B T], running from each chunk's start.
+        weight, log_decay: as the schedule leaves them, [1 or 2, chunks, H, TILE] and [chunks, H, TILE].
         memory: float32 [S, H, K, V]; S is B, or the number of documents; None for zero.
         before: previous keys, and pairs of the tails, 0 where there is none.
     """
@@ -586,8 +575,8 @@ def forward(
     def run(initial, output, states, final, part_decay, from_zero):
         last = final is not None and not from_zero
         plan.forward(
-            q, k, v, log_decay, weight, before.previous_key, before.tail_x, before.tail_v, initial, output, states,
-            final, part_decay, tables.bounds, tables.first, *plan.along,
+            q, k, v, log_decay, weight[0], weight[-1], before.previous_key, before.tail_x, before.tail_v, initial,
+            output, states, final, part_decay, tables.bounds, tables.first, *plan.along,
             flags=(output is not None, states is not None, last, initial is not None, from_zero),
         )  # fmt: skip
 
@@ -635,9 +624,9 @@ def backward(
     if plan.lookback_rows:
         old_x, old_v = (weight.new_empty(plan.lookback_rows * t.shape[-1]) for t in (k, v))
     plan.backward(
-        q, k, v, log_decay, weight, before.previous_key, before.tail_x, before.tail_v, gain, ridge, energy,
-        before.previous_valid, before.tail_valid, lengths, grad_output, states, grad_states, grad_q, grad_k, grad_v,
-        grad_gain, grad_ridge, grad_before.previous_key, old_x, old_v, *tables, *plan.across, plan.tokens,
+        q, k, v, log_decay, weight[0], weight[-1], before.previous_key, before.tail_x, before.tail_v, gain, ridge,
+        energy, before.previous_valid, before.tail_valid, lengths, grad_output, states, grad_states, grad_q, grad_k, grad_v,
+        grad_gain, grad_ridge, grad_before.previous_key, old_x, old_v, *tables, *plan.across,
     )  # fmt: skip
     if plan.lookback_rows:
         plan.lookback(

@@ -121,20 +121,23 @@ def _fake(*arguments):
     q, _, v, gain, *_, cu_seqlens = arguments[:TENSORS]
     residual, final, keep = arguments[TENSORS + 4], *arguments[-2:]
     batch, length, heads, key_dim = q.shape
-    numbers = gain.shape if residual else (heads, batch * length)
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     memory = v.new_empty((sequences, heads, key_dim, v.shape[-1]), dtype=torch.float32) if final else v.new_empty(0)
     states, residuals = v.new_empty(0), v.new_empty(0)
+    numbers, weights = gain.shape, gain.shape
+    if not residual:
+        window = arguments[TENSORS]
+        chunk = triton_additive.chunk_length(q.dtype, key_dim, window)
+        chunks = Layout.of(batch, length, 0 if cu_seqlens is None else sequences, chunk).chunks
+        numbers = (chunks, heads, chunk + window - 1)
+        weights = (min(window, 2), *numbers)
     if keep and not residual:
-        chunk = triton_additive.chunk_length(q.dtype, key_dim, arguments[TENSORS])
-        documents = 0 if cu_seqlens is None else sequences
-        chunks = Layout.of(batch, length, documents, chunk).chunks
         states = v.new_empty((chunks, heads, key_dim, v.shape[-1]), dtype=wide)
     elif keep:
         states = v.new_empty(triton_regression.states_shape(q, v, cu_seqlens), dtype=wide)
         residuals = v.new_empty(v.shape, dtype=wide)
-    three = (v.new_empty(numbers, dtype=torch.float32) for _ in range(3))
+    three = (v.new_empty(shape, dtype=torch.float32) for shape in (weights, numbers, numbers))
     return v.new_empty(v.shape), memory, *three, states, residuals
 
 

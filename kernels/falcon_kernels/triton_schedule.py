@@ -3,8 +3,8 @@
 A program takes a chunk of tokens of one head, reads their keys shifted in place, and ends with three numbers a token:
 weight, log decay, and the energy E, kept for the backward. All of it in float32, E from the rounded keys that the
 products use too. The numbers lie as the core that follows reads them: [B, T, H] with the decay of each token, or, where
-RUNNING, [H, B T] with the decay since the chunk's start. Their gradients come back in the same places, that of a log
-decay always for the token alone.
+RUNNING, [chunks, H, TILE] with the decay since the chunk's start, the rows of a tile after the chunk's last token going
+on from there without writes. For windows, sums over each window of w exp(u - u of the write) lie behind the weights.
 
 Floor a token and head: K keys read, 8 bytes in and 12 out; backward K read, and K read and written, as the backward
 adds to the gradients of keys that the core has left.
@@ -46,15 +46,6 @@ def window_size(
     for d in tl.static_range(W):
         size += pair_exists(place - d, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED).to(tl.int32)
     return tl.maximum(size, 1).to(tl.float32)
-
-
-@triton.jit
-def _number(low, place, head, heads, tokens, RUNNING: tl.constexpr):
-    """Where the numbers of the tokens `place` [R] lie."""
-    if RUNNING:
-        return head * tokens + low + place
-    else:
-        return (low + place) * heads + head
 
 
 @triton.jit
@@ -100,7 +91,7 @@ def _norms(rows, there, ROWS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
 @triton.jit(do_not_specialize=NUMBERS)
 def _forward(
     k, gain, ridge, previous, previous_valid, tail, tail_valid, lengths, weight, log_decay, energy,
-    bounds, first, owner, length, longest, heads, tokens,
+    bounds, first, owner, length, longest, heads,
     K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RUNNING: tl.constexpr, RIDGE: tl.constexpr,
     DIRECT: tl.constexpr, CAPPED: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
@@ -119,7 +110,7 @@ def _forward(
     readable = there
     if W > 1:
         readable = pair_exists(pair, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    x = x_rows(k, previous, tail, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED)
+    x = x_rows(k, previous, tail, sequence, low, start, step - (W - 1), head, heads, K, W, SHIFT, CARRIED)
     statistic = _norms(x, readable, TILE, K, BK)
     if W > 1:
         apart = step[None, :] - step[:, None]  # of a row and the row of a token's oldest pair
@@ -134,12 +125,21 @@ def _forward(
         base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
     eta, used, _, _ = _step_size(beta, base, statistic, active, RIDGE, DIRECT, CAPPED, EPSILON)
     decay = _log1p_negative(tl.minimum(eta * used, 1.0 - FLOOR))
+    eta = eta / size
     if RUNNING:
         decay = tl.cumsum(decay, 0)
-    number = _number(low, place, head, heads, tokens, RUNNING)
-    tl.store(weight + number, eta / size, mask=stored)
-    tl.store(log_decay + number, decay, mask=stored)
-    tl.store(energy + number, statistic, mask=stored)
+        number = program * TILE + step
+        tl.store(weight + number, eta)
+        tl.store(log_decay + number, decay)
+        tl.store(energy + number, statistic)
+        if W > 1:
+            apart = step[:, None] - step[None, :]
+            passed = tl.exp(tl.where((apart >= 0) & (apart < W), decay[:, None] - decay[None, :], float("-inf")))
+            tl.store(weight + tl.num_programs(0) * TILE + number, tl.sum(passed * eta[None, :], 1))
+    else:
+        tl.store(weight + token, eta, mask=stored)
+        tl.store(log_decay + token, decay, mask=stored)
+        tl.store(energy + token, statistic, mask=stored)
 
 
 @triton.jit
@@ -176,23 +176,20 @@ def step_gradients(
 
 @triton.jit
 def token_gradients(
-    place, active, gain, ridge, energy, grad_weight, grad_decay, previous_valid, tail_valid, sequence, low, count, head,
-    heads, tokens, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, RUNNING: tl.constexpr,
-    RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
-    FLOOR: tl.constexpr,
+    place, token, active, gain, ridge, statistic, grad_weight, grad_decay, previous_valid, tail_valid, sequence, count,
+    W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr,
+    CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gain, of ridge, and of the window's sum of squared norms, for the tokens `place` [R]; else 0.
 
-    grad_weight, grad_decay: [R], of each token's weight and log decay.
+    token: [R] where gain and ridge lie; statistic, grad_weight, grad_decay: [R] energy, and gradients of weight and
+    log decay.
     """
-    token = (low + place) * heads + head
     size = window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
     beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
     base = beta * 0.0
     if RIDGE > 0:
         base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
-    number = _number(low, place, head, heads, tokens, RUNNING)
-    statistic = tl.load(energy + number, mask=active, other=0.0)
     of_gain, of_ridge, of_energy = step_gradients(
         beta, base, statistic, grad_weight / size, grad_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
     )
@@ -202,34 +199,34 @@ def token_gradients(
 @triton.jit
 def _token_gradients(
     place, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count, head,
-    heads, tokens, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, RUNNING: tl.constexpr,
-    RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
-    FLOOR: tl.constexpr,
+    heads, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr,
+    CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     """`token_gradients` of what another kernel has left."""
     active = (place >= 0) & pair_exists(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    number = _number(low, place, head, heads, tokens, RUNNING)
-    of_weight = tl.load(grad_weight + number, mask=active, other=0.0)
-    of_decay = tl.load(grad_log_decay + number, mask=active, other=0.0)
+    token = (low + place) * heads + head
+    of_weight = tl.load(grad_weight + token, mask=active, other=0.0)
+    of_decay = tl.load(grad_log_decay + token, mask=active, other=0.0)
+    statistic = tl.load(energy + token, mask=active, other=0.0)
     return token_gradients(
-        place, active, gain, ridge, energy, of_weight, of_decay, previous_valid, tail_valid, sequence, low, count,
-        head, heads, tokens, W, SHIFT, CARRIED, RUNNING, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+        place, token, active, gain, ridge, statistic, of_weight, of_decay, previous_valid, tail_valid, sequence, count,
+        W, SHIFT, CARRIED, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
     )  # fmt: skip
 
 
 @triton.jit
 def _key_gradients(
     pair, there, keys, into, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence,
-    low, count, head, heads, tokens, K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr,
-    CARRIED: tl.constexpr, RUNNING: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr,
-    DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
+    low, count, head, heads, K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr,
+    CARRIED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr,
+    EPSILON: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     """Adds 2 x times the sum of what the windows of a pair, at its own token and after it, ask of their energy."""
     scale = tl.zeros([pair.shape[0]], tl.float32)
     for d in tl.static_range(W):
         _, _, of_sum = _token_gradients(
             pair + d, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low,
-            count, head, heads, tokens, W, SHIFT, CARRIED, RUNNING, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+            count, head, heads, W, SHIFT, CARRIED, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
         )  # fmt: skip
         scale += of_sum
     for start in tl.static_range(0, K, BK):
@@ -242,11 +239,10 @@ def _key_gradients(
 @triton.jit(do_not_specialize=NUMBERS)
 def _backward(
     k, gain, ridge, previous, previous_valid, tail, tail_valid, lengths, energy, grad_weight, grad_log_decay,
-    grad_k, grad_gain, grad_ridge, grad_previous, grad_tail, bounds, first, owner, length, longest, heads, tokens,
+    grad_k, grad_gain, grad_ridge, grad_previous, grad_tail, bounds, first, owner, length, longest, heads,
     K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
-    BEFORE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RUNNING: tl.constexpr,
-    RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
-    FLOOR: tl.constexpr,
+    BEFORE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RIDGE: tl.constexpr,
+    DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the tokens of a chunk; a sequence's first chunk adds to those of the pairs from before the call."""
     program = tl.program_id(0).to(tl.int64)
@@ -260,25 +256,25 @@ def _backward(
     token = (low + place) * heads + head
     of_gain, of_ridge, _ = _token_gradients(
         place, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count,
-        head, heads, tokens, W, SHIFT, CARRIED, RUNNING, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+        head, heads, W, SHIFT, CARRIED, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
     )  # fmt: skip
     tl.store(grad_gain + token, of_gain, mask=stored)
     if RIDGE > 0:
         tl.store(grad_ridge + token, of_ridge, mask=stored)
     _key_gradients(
         place + SHIFT, stored, k + token * K, grad_k + token * K, gain, ridge, energy, grad_weight, grad_log_decay,
-        previous_valid, tail_valid, sequence, low, count, head, heads, tokens, K, BK, W, SHIFT, CARRIED, RUNNING,
-        RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+        previous_valid, tail_valid, sequence, low, count, head, heads, K, BK, W, SHIFT, CARRIED, RIDGE,
+        DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
     )  # fmt: skip
     if CARRIED and W - 1 + SHIFT > 0:
         row = tl.arange(0, BEFORE)
         pair = row - (W - 1)
         there = (row < W - 1 + SHIFT) & (start == 0) & (whole > 0)
         _key_gradients(
-            pair, there, x_rows(k, previous, tail, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED),
-            x_rows(grad_k, grad_previous, grad_tail, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED),
+            pair, there, x_rows(k, previous, tail, sequence, low, 0, pair, head, heads, K, W, SHIFT, CARRIED),
+            x_rows(grad_k, grad_previous, grad_tail, sequence, low, 0, pair, head, heads, K, W, SHIFT, CARRIED),
             gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count, head,
-            heads, tokens, K, BK, W, SHIFT, CARRIED, RUNNING, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+            heads, K, BK, W, SHIFT, CARRIED, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
         )  # fmt: skip
 
 
@@ -311,34 +307,36 @@ class Plan:
     def __init__(self, layout: Layout, heads: int, key_dim: int, options: Options, masked: bool, carried: bool,
                  running: bool, aligned: bool = False):  # fmt: skip
         grid = (layout.chunks * heads,)
-        batch_tokens = layout.length * (1 if layout.packed else layout.sequences)
-        self.numbers = (layout.length, layout.longest, heads, batch_tokens)
-        self.shape = (heads, batch_tokens) if running else None
+        self.numbers = (layout.length, layout.longest, heads)
         before = options.window - 1
+        tile = triton.next_power_of_2(layout.chunk + before)
+        self.shape = (layout.chunks, heads, tile) if running else None
+        self.weights = min(options.window, 2)
         most, warps = (64, 8) if before else (128, 4)  # channels at a time: windows take registers of their own
         shared = {
             "K": key_dim, "BK": min(triton.next_power_of_2(key_dim), most), "W": options.window,
             "SHIFT": int(options.shifted), "C": layout.chunk, "MASKED": masked, "PACKED": layout.packed,
-            "CARRIED": carried, "RUNNING": running, "RIDGE": options.ridge, "DIRECT": options.direct,
-            "CAPPED": options.capped, "EPSILON": options.epsilon, "FLOOR": options.decay_floor, "num_warps": warps,
+            "CARRIED": carried, "RIDGE": options.ridge, "DIRECT": options.direct,
+            "CAPPED": options.capped, "EPSILON": options.epsilon, "FLOOR": options.decay_floor, "TILE": tile,
+            "num_warps": warps,
         }  # fmt: skip
-        shared["TILE"] = triton.next_power_of_2(layout.chunk + before)
         backward = {"BEFORE": triton.next_power_of_2(max(before + options.shifted, 1)), "DETACH": options.detach_energy}
-        self.forward = Launcher(_forward, grid, shared, aligned=aligned)
+        self.forward = Launcher(_forward, grid, shared | {"RUNNING": running}, aligned=aligned)
         self.backward = Launcher(_backward, grid, shared | backward, aligned=aligned)
 
 
 def forward(
     plan: Plan, tables: Tables, k: Tensor, gain: Tensor, ridge: Tensor | None, before: Before, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """weight, log decay and energy, float32 [B, T, H] or, where running, [H, B T].
+    """weight, log decay and energy, float32 [B, T, H] or, where running, [chunks, H, TILE], the weight one or two such.
 
     Args:
         k: [B, T, H, K]; gain: [B, T, H]; ridge: [B, T, H].
         lengths: [B] int64 tokens of each row, the rest of which does nothing.
     """
     shape = plan.shape or gain.shape
-    weight, log_decay, energy = (torch.empty(shape, dtype=torch.float32, device=k.device) for _ in range(3))
+    log_decay, energy = (torch.empty(shape, dtype=torch.float32, device=k.device) for _ in range(2))
+    weight = log_decay.new_empty((plan.weights, *shape) if plan.shape else shape)
     plan.forward(
         k, gain, ridge, before.previous_key, before.previous_valid, before.tail_x, before.tail_valid, lengths,
         weight, log_decay, energy, *tables, *plan.numbers,
