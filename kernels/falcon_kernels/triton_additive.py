@@ -39,6 +39,7 @@ from .triton_layout import (
     chunk_of,
     exists,
     load_rows,
+    load_rows_again,
     span,
     store_rows,
     token_rows,
@@ -226,7 +227,7 @@ def _carry(
 def _by_step(past, h, u, row, LAG: tl.constexpr, W: tl.constexpr):
     """What reads after each step and at it of the pairs in its window, decayed from the step on: [TILE] each.
 
-    past: [TILE] what reads after the last write of each row's pair; h: [pairs, tokens] all that is read.
+    past: [TILE] what reads after the last write of each row's pair; h: [pairs, tokens] all that is read, decayed.
     """
     gap = row[None, :] - row[:, None]
     if W == 1:
@@ -255,7 +256,7 @@ def _by_step(past, h, u, row, LAG: tl.constexpr, W: tl.constexpr):
 def _chunk_backward(
     q, k, v, u, w, c, previous, tail_x, tail_v, gain, ridge, energy, previous_valid, tail_valid, lengths,
     grad_output, states, grad_states,
-    grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_previous, old_grad_x, old_grad_v,
+    grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_previous, old_grad_x, old_grad_v, scratch,
     bounds, first, owner, length, longest, heads,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, SHIFT: tl.constexpr, LAG: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
@@ -274,7 +275,8 @@ def _chunk_backward(
     large cancels. From both follow those of gain, ridge and of the windows' energy, which adds to dX.
 
     For the registers' sake few results of products live at a time, and tiles of q, k, v and dO are read again.
-    The pairs from before the chunk go to scratch.
+    The pairs from before the chunk go to `old_grad_x` and `old_grad_v`. Sums of rows and columns of tiles go through
+    `scratch`, [6, TILE] a program: the compiler would else make them anew in every layout in which they are needed.
     """
     program = tl.program_id(0).to(tl.int64)
     head, number = program % heads, program // heads
@@ -297,7 +299,8 @@ def _chunk_backward(
     has_value = exists(start + pair, row < steps + W - 1, 0, CARRIED)
     x_at = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
     y_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
-    scratch = (number * heads + head) * (W - 1) + row
+    old = (number * heads + head) * (W - 1) + row
+    scratch += (number * heads + head) * 6 * TILE
 
     n = tl.zeros([TILE, TILE], tl.float32)
     for begin in range(0, V, BV):
@@ -319,27 +322,40 @@ def _chunk_backward(
     if LAG > 0:
         read_u = _number_at(u, row - LAG)
     age = row[None, :] - LAG - row[:, None]
-    decays = tl.exp(tl.where(age >= 0, read_u[None, :] - at[:, None], float("-inf")))
+    reach = tl.where(age >= 0, read_u[None, :] - at[:, None], tl.where(age > -W, 0.0, float("-inf")))
+    reach = tl.exp(reach)
+    if W > 1:
+        factor = tl.where(age >= 0, column[:, None], 0.0)
+        before = _number_at(u, row - W + 1)
+        written = _number_at(w, row - W + 1)
+        for d in tl.static_range(1, W):
+            factor = tl.where(age == d - W, written[:, None], factor)
+            after = _number_at(u, row - W + 1 + d)
+            written = written * tl.exp(after - before) + _number_at(w, row - W + 1 + d)
+            before = after
+    else:
+        factor = column[:, None]
+    n = n * reach
+    a_m = (a * reach * factor).to(OPERAND)
+    n_m = (n * factor).to(OPERAND)
     h = n * a
-    m = decays * column[:, None]
-    later = tl.where(age > 0, h * decays, 0.0)
+    later = tl.where(age > 0, h, 0.0)
     past = tl.sum(later, 1)
     later = later * column[:, None]
     if W > 1:
         before = _number_at(u, row - W + 1)
         written = _number_at(w, row - W + 1)
         for d in tl.static_range(1, W):
-            m = tl.where(age == d - W, written[:, None], m)
             after = _number_at(u, row - W + 1 + d)
             written = written * tl.exp(after - before)
             later = tl.where(age == d - W + 1, h * written[:, None], later)
             written += _number_at(w, row - W + 1 + d)
             before = after
-    n_m = (n * m).to(OPERAND)
-    a_m = (a * m).to(OPERAND)
-    passing = tl.sum(later, 0)  # by the token that reads
+    tl.store(scratch + row, tl.sum(later, 0))  # by the token that reads
     e = tl.exp(end - at) * column
     written, at_once = _by_step(past, h, u, row, LAG, W)
+    tl.store(scratch + TILE + row, written)
+    tl.store(scratch + 2 * TILE + row, at_once)
 
     z = tl.zeros([TILE], tl.float32)
     for begin in range(0, V, BV):
@@ -350,15 +366,17 @@ def _chunk_backward(
             x = load_rows(x_at, readable, columns, K).to(OPERAND)
             g = load_rows(grad_states + columns * V, columns < K, channels, V).to(OPERAND)
             of_y = tl.dot(x, g, of_y, input_precision=PRECISION)
-        y = load_rows(y_at, has_value, channels, V).to(OPERAND)
-        z += tl.sum(of_y * y.to(tl.float32), 1)
+        z += tl.sum(of_y * load_rows_again(y_at, has_value, channels, V).to(tl.float32), 1)
         out = load_rows(out_at, there, channels, V).to(OPERAND)
         of_y = tl.dot(a_m, out, of_y * e[:, None], input_precision=PRECISION)
         store_rows(token_rows(grad_v, low + start, pair, head, heads, V), of_y, own, channels, V)
         if W > 1:
-            store_rows(old_grad_v + scratch * V, of_y, has_value & (row < W - 1), channels, V)
+            store_rows(old_grad_v + old * V, of_y, has_value & (row < W - 1), channels, V)
+
+    tl.store(scratch + 3 * TILE + row, z)
 
     product = tl.zeros([BK], tl.float32)
+    passing = tl.zeros([TILE], tl.float32)
     for key_begin in range(0, K, BK):
         columns = key_begin + tl.arange(0, BK)
         of_q = tl.zeros([BK, TILE], tl.float32)
@@ -370,7 +388,7 @@ def _chunk_backward(
             out = load_rows(out_at, there, channels, V).to(OPERAND)
             of_q = tl.dot(s.to(OPERAND), tl.trans(out), of_q, input_precision=PRECISION)
         of_q = of_q * tl.exp(read_u)[None, :]
-        rows = load_rows(q_at, there, columns, K).to(OPERAND)
+        rows = load_rows_again(q_at, there, columns, K)
         passing += tl.sum(of_q * tl.trans(rows).to(tl.float32), 0)
         x = load_rows(x_at, readable, columns, K).to(OPERAND)
         of_q = tl.dot(tl.trans(x), n_m, of_q, input_precision=PRECISION)
@@ -382,20 +400,26 @@ def _chunk_backward(
             K,
         )
 
+    tl.store(scratch + 4 * TILE + row, passing)
+    product = tl.sum(product, 0) * tl.exp(end)
+
+    tl.debug_barrier()
+    passing = tl.load(scratch + row) + tl.load(scratch + 4 * TILE + row)
+    written = tl.load(scratch + TILE + row)
+    weight = tl.load(w + row)
+    z = tl.load(scratch + 3 * TILE + row)
     later_token = row[None, :] - row[:, None]
     in_window = (later_token <= 0) & (later_token > -W)  # of pairs by rows, and of steps
     if W > 1:
         z = tl.sum(tl.where(in_window, z[:, None], 0.0), 0)
-    weight = _number_at(w, row)
-    of_end = tl.exp(end - at) * z
-    of_weight = written + at_once + of_end
+    of_end = tl.exp(end - tl.load(u + row)) * z
+    of_weight = written + tl.load(scratch + 2 * TILE + row) + of_end
     if LAG == 0:
         passed = tl.where(later_token >= 0, (passing - weight * written)[None, :], (weight * of_end)[None, :])
     else:
         passed = tl.where(later_token >= 0, (-weight * written)[None, :], (weight * of_end)[None, :])
         passed += tl.where(later_token >= LAG, passing[None, :], 0.0)
-    of_decay = tl.sum(passed, 1) + tl.sum(product, 0) * tl.exp(end)
-
+    of_decay = tl.sum(passed, 1) + product
     if MASKED:
         count = tl.load(lengths + sequence).to(tl.int32)
     place = start + row
@@ -409,6 +433,9 @@ def _chunk_backward(
     tl.store(grad_gain + token, of_gain, mask=there)
     if RIDGE > 0:
         tl.store(grad_ridge + token, of_ridge, mask=there)
+    tl.store(scratch + 5 * TILE + row, of_norm)
+    tl.debug_barrier()
+    of_norm = tl.load(scratch + 5 * TILE + row)
     if W > 1:
         of_norm = tl.sum(tl.where(in_window, of_norm[None, :], 0.0), 1)
 
@@ -423,11 +450,11 @@ def _chunk_backward(
             of_x = tl.dot(y, tl.trans(g), of_x, input_precision=PRECISION)
         rows = load_rows(q_at, there, columns, K).to(OPERAND)
         of_x = tl.dot(n_m, rows, of_x * e[:, None], input_precision=PRECISION)
-        x = load_rows(x_at, readable, columns, K).to(tl.float32)
+        x = load_rows_again(x_at, readable, columns, K).to(tl.float32)
         of_x += 2.0 * of_norm[:, None] * x
         store_rows(into_x, of_x, own & readable, columns, K)
         if W > 1:
-            store_rows(old_grad_x + scratch * K, of_x, readable & (row < W - 1), columns, K)
+            store_rows(old_grad_x + old * K, of_x, readable & (row < W - 1), columns, K)
         if SHIFT and start + C >= count:  # the last key is nobody's write feature here
             last = grad_k + ((low + start + steps - 1) * heads + head) * K + columns
             tl.store(last, tl.zeros([BK], tl.float32), mask=columns < K)
@@ -623,10 +650,11 @@ def backward(
     old_x = old_v = None
     if plan.lookback_rows:
         old_x, old_v = (weight.new_empty(plan.lookback_rows * t.shape[-1]) for t in (k, v))
+    scratch = weight.new_empty(6 * energy.numel())
     plan.backward(
         q, k, v, log_decay, weight[0], weight[-1], before.previous_key, before.tail_x, before.tail_v, gain, ridge,
-        energy, before.previous_valid, before.tail_valid, lengths, grad_output, states, grad_states, grad_q, grad_k, grad_v,
-        grad_gain, grad_ridge, grad_before.previous_key, old_x, old_v, *tables, *plan.across,
+        energy, before.previous_valid, before.tail_valid, lengths, grad_output, states, grad_states, grad_q, grad_k,
+        grad_v, grad_gain, grad_ridge, grad_before.previous_key, old_x, old_v, scratch, *tables, *plan.across,
     )  # fmt: skip
     if plan.lookback_rows:
         plan.lookback(

@@ -138,5 +138,12 @@ def load_rows(rows, there, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def load_rows_again(rows, there, columns, WIDTH: tl.constexpr):
+    """`load_rows` from cache, of what the compiler would else keep in registers since the first time."""
+    inside = _inside(there, columns, WIDTH)
+    return tl.load(rows[:, None] + columns[None, :], mask=inside, other=0.0, cache_modifier=".ca")
+
+
+@triton.jit
 def store_rows(rows, tile, there, columns, WIDTH: tl.constexpr):
     tl.store(rows[:, None] + columns[None, :], tile, mask=_inside(there, columns, WIDTH))
