@@ -252,6 +252,17 @@ def _by_step(past, h, u, row, LAG: tl.constexpr, W: tl.constexpr):
         return tl.sum(after, 0), tl.sum(at, 0)
 
 
+@triton.jit
+def _add_to(sums, tile, before, AXIS: tl.constexpr):
+    """Leaves the sums of a tile at `sums` [R], added to those of the tiles `before`, if any."""
+    found = tl.sum(tile, AXIS)
+    if before > 0:
+        tl.debug_barrier()
+        found += tl.load(sums)
+        tl.debug_barrier()
+    tl.store(sums, found)
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def _chunk_backward(
     q, k, v, u, w, c, previous, tail_x, tail_v, gain, ridge, energy, previous_valid, tail_valid, lengths,
@@ -357,7 +368,6 @@ def _chunk_backward(
     tl.store(scratch + TILE + row, written)
     tl.store(scratch + 2 * TILE + row, at_once)
 
-    z = tl.zeros([TILE], tl.float32)
     for begin in range(0, V, BV):
         channels = begin + tl.arange(0, BV)
         of_y = tl.zeros([TILE, BV], tl.float32)
@@ -366,17 +376,14 @@ def _chunk_backward(
             x = load_rows(x_at, readable, columns, K).to(OPERAND)
             g = load_rows(grad_states + columns * V, columns < K, channels, V).to(OPERAND)
             of_y = tl.dot(x, g, of_y, input_precision=PRECISION)
-        z += tl.sum(of_y * load_rows_again(y_at, has_value, channels, V).to(tl.float32), 1)
+        _add_to(scratch + 3 * TILE + row, of_y * load_rows_again(y_at, has_value, channels, V).to(tl.float32), begin, 1)
         out = load_rows(out_at, there, channels, V).to(OPERAND)
         of_y = tl.dot(a_m, out, of_y * e[:, None], input_precision=PRECISION)
         store_rows(token_rows(grad_v, low + start, pair, head, heads, V), of_y, own, channels, V)
         if W > 1:
             store_rows(old_grad_v + old * V, of_y, has_value & (row < W - 1), channels, V)
 
-    tl.store(scratch + 3 * TILE + row, z)
-
     product = tl.zeros([BK], tl.float32)
-    passing = tl.zeros([TILE], tl.float32)
     for key_begin in range(0, K, BK):
         columns = key_begin + tl.arange(0, BK)
         of_q = tl.zeros([BK, TILE], tl.float32)
@@ -389,7 +396,7 @@ def _chunk_backward(
             of_q = tl.dot(s.to(OPERAND), tl.trans(out), of_q, input_precision=PRECISION)
         of_q = of_q * tl.exp(read_u)[None, :]
         rows = load_rows_again(q_at, there, columns, K)
-        passing += tl.sum(of_q * tl.trans(rows).to(tl.float32), 0)
+        _add_to(scratch + 4 * TILE + row, of_q * tl.trans(rows).to(tl.float32), key_begin, 0)
         x = load_rows(x_at, readable, columns, K).to(OPERAND)
         of_q = tl.dot(tl.trans(x), n_m, of_q, input_precision=PRECISION)
         store_rows(
@@ -400,7 +407,6 @@ def _chunk_backward(
             K,
         )
 
-    tl.store(scratch + 4 * TILE + row, passing)
     product = tl.sum(product, 0) * tl.exp(end)
 
     tl.debug_barrier()
@@ -408,18 +414,18 @@ def _chunk_backward(
     written = tl.load(scratch + TILE + row)
     weight = tl.load(w + row)
     z = tl.load(scratch + 3 * TILE + row)
-    later_token = row[None, :] - row[:, None]
-    in_window = (later_token <= 0) & (later_token > -W)  # of pairs by rows, and of steps
+    gap = row[None, :] - row[:, None]
+    in_window = (gap <= 0) & (gap > -W)  # of pairs by rows, and of steps
     if W > 1:
         z = tl.sum(tl.where(in_window, z[:, None], 0.0), 0)
     of_end = tl.exp(end - tl.load(u + row)) * z
     of_weight = written + tl.load(scratch + 2 * TILE + row) + of_end
     if LAG == 0:
-        passed = tl.where(later_token >= 0, (passing - weight * written)[None, :], (weight * of_end)[None, :])
+        passed = tl.where(gap <= 0, (passing - weight * written)[:, None], (weight * of_end)[:, None])
     else:
-        passed = tl.where(later_token >= 0, (-weight * written)[None, :], (weight * of_end)[None, :])
-        passed += tl.where(later_token >= LAG, passing[None, :], 0.0)
-    of_decay = tl.sum(passed, 1) + product
+        passed = tl.where(gap <= 0, (-weight * written)[:, None], (weight * of_end)[:, None])
+        passed += tl.where(gap <= -LAG, passing[:, None], 0.0)
+    of_decay = tl.sum(passed, 0) + product
     if MASKED:
         count = tl.load(lengths + sequence).to(tl.int32)
     place = start + row
