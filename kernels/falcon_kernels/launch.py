@@ -26,21 +26,21 @@ LARGEST_WINDOW = 65  # a tile of 128 pairs
 TABLE = {
     ("large", 2, 16): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 4, 1)),
     ("large", 2, 32): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 4, 1)),
-    ("large", 2, 64): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 4, 1)),
-    ("large", 2, 128): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 8, 1)),
-    ("large", 2, 256): (Config(64, 8, 2), Config(64, 8, 2), Config(32, 8, 1)),
+    ("large", 2, 64): (Config(64, 4, 2, registers=168), Config(64, 4, 3), Config(64, 8, 1, 64, 128)),
+    ("large", 2, 128): (Config(32, 4, 2, registers=168), Config(64, 4, 3), Config(64, 8, 1, 64, 128)),
+    ("large", 2, 256): (Config(64, 8, 2), Config(64, 8, 2), Config(64, 8, 1, 64, 128)),
     ("safe", 2, 16): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1)),
     ("safe", 2, 32): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1)),
-    ("safe", 2, 64): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1)),
-    ("safe", 2, 128): (Config(32, 8, 1), Config(32, 4, 2), Config(32, 8, 1)),
-    ("safe", 2, 256): (Config(16, 8, 1), Config(16, 8, 1), Config(16, 8, 1)),
+    ("safe", 2, 64): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1, 64)),
+    ("safe", 2, 128): (Config(32, 8, 1), Config(32, 4, 2), Config(32, 8, 1, 64)),
+    ("safe", 2, 256): (Config(16, 8, 1), Config(16, 8, 1), Config(32, 8, 1, 64)),
 }
 WIDE = {  # 4-byte operands, on any card
     16: (Config(32, 4, 1), Config(32, 4, 1), Config(16, 4, 1)),
     32: (Config(32, 4, 1), Config(32, 4, 1), Config(16, 4, 1)),
-    64: (Config(32, 4, 1), Config(32, 4, 1), Config(16, 4, 1)),
-    128: (Config(32, 8, 1), Config(32, 8, 1), Config(16, 8, 1)),
-    256: (Config(16, 8, 1), Config(16, 8, 1), Config(16, 8, 1)),
+    64: (Config(32, 4, 1), Config(32, 4, 1), Config(16, 4, 1, 64)),
+    128: (Config(32, 8, 1), Config(32, 8, 1), Config(16, 8, 1, 64)),
+    256: (Config(16, 8, 1), Config(16, 8, 1), Config(16, 8, 1, 64)),
 }
 
 

@@ -296,6 +296,7 @@ def _chunk_backward(
         return
     row = tl.arange(0, TILE)
     steps = tl.minimum(count - start, C)
+    key_end, value_end = K + tl.minimum(steps, 0), V + tl.minimum(steps, 0)  # K and V, but loops of one turn stay loops
     u += (number * heads + head) * TILE
     w += (number * heads + head) * TILE
     states += (number * heads + head) * K * V
@@ -314,13 +315,13 @@ def _chunk_backward(
     scratch += (number * heads + head) * 6 * TILE
 
     n = tl.zeros([TILE, TILE], tl.float32)
-    for begin in range(0, V, BV):
+    for begin in range(0, value_end, BV):
         channels = begin + tl.arange(0, BV)
         y = load_rows(y_at, has_value, channels, V).to(OPERAND)
         out = load_rows(out_at, there, channels, V).to(OPERAND)
         n = tl.dot(y, tl.trans(out), n, input_precision=PRECISION)
     a = tl.zeros([TILE, TILE], tl.float32)
-    for begin in range(0, K, BK):
+    for begin in range(0, key_end, BK):
         columns = begin + tl.arange(0, BK)
         x = load_rows(x_at, readable, columns, K).to(OPERAND)
         rows = load_rows(q_at, there, columns, K).to(OPERAND)
@@ -368,10 +369,10 @@ def _chunk_backward(
     tl.store(scratch + TILE + row, written)
     tl.store(scratch + 2 * TILE + row, at_once)
 
-    for begin in range(0, V, BV):
+    for begin in range(0, value_end, BV):
         channels = begin + tl.arange(0, BV)
         of_y = tl.zeros([TILE, BV], tl.float32)
-        for key_begin in range(0, K, BK):
+        for key_begin in range(0, key_end, BK):
             columns = key_begin + tl.arange(0, BK)
             x = load_rows(x_at, readable, columns, K).to(OPERAND)
             g = load_rows(grad_states + columns * V, columns < K, channels, V).to(OPERAND)
@@ -384,10 +385,10 @@ def _chunk_backward(
             store_rows(old_grad_v + old * V, of_y, has_value & (row < W - 1), channels, V)
 
     product = tl.zeros([BK], tl.float32)
-    for key_begin in range(0, K, BK):
+    for key_begin in range(0, key_end, BK):
         columns = key_begin + tl.arange(0, BK)
         of_q = tl.zeros([BK, TILE], tl.float32)
-        for begin in range(0, V, BV):
+        for begin in range(0, value_end, BV):
             channels = begin + tl.arange(0, BV)
             s = load_rows(states + columns * V, columns < K, channels, V)
             g = load_rows(grad_states + columns * V, columns < K, channels, V)
@@ -446,10 +447,10 @@ def _chunk_backward(
         of_norm = tl.sum(tl.where(in_window, of_norm[None, :], 0.0), 1)
 
     into_x = x_rows(grad_k, grad_previous, grad_k, sequence, low, start, pair, head, heads, K, 1, SHIFT, CARRIED)
-    for key_begin in range(0, K, BK):
+    for key_begin in range(0, key_end, BK):
         columns = key_begin + tl.arange(0, BK)
         of_x = tl.zeros([TILE, BK], tl.float32)
-        for begin in range(0, V, BV):
+        for begin in range(0, value_end, BV):
             channels = begin + tl.arange(0, BV)
             y = load_rows(y_at, has_value, channels, V).to(OPERAND)
             g = load_rows(grad_states + columns * V, columns < K, channels, V).to(OPERAND)
