@@ -76,7 +76,7 @@ def state_of(rule, B=1, H=2, K=16, V=16, **options):
     return make_state(rule, B=B, H=H, K=K, V=V, dtype=torch.float32, **options)
 
 
-@pytest.mark.parametrize("length", [1, 15, 17, 64, 65])
+@pytest.mark.parametrize("length", [1, 15, 17, 58, 64, 65])
 @pytest.mark.parametrize("name", RULES)
 def test_the_recurrence_from_a_carried_state(name, length):
     compare(RULES[name], inputs_of(RULES[name], length, H=1), state_of(RULES[name], H=1))

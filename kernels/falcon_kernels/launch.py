@@ -27,7 +27,7 @@ TABLE = {
     ("large", 2, 16): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 4, 1)),
     ("large", 2, 32): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 4, 1)),
     ("large", 2, 64): (Config(64, 4, 2, registers=168), Config(64, 4, 3), Config(64, 8, 1, 64, 128)),
-    ("large", 2, 128): (Config(32, 4, 2, registers=168), Config(64, 4, 3), Config(64, 8, 1, 64, 128)),
+    ("large", 2, 128): (Config(64, 8, 2, registers=128), Config(64, 4, 3), Config(64, 8, 1, 64, 128)),
     ("large", 2, 256): (Config(64, 8, 2), Config(64, 8, 2), Config(64, 8, 1, 64, 128)),
     ("safe", 2, 16): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1)),
     ("safe", 2, 32): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1)),

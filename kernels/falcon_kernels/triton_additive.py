@@ -109,6 +109,9 @@ def _pass(
         y = load_rows(y, exists(start + pair, own, 0, CARRIED), channels, V).to(OPERAND)
         if STORE:
             tl.store(states + ((number + n) * heads + head) * K * V + matrix, s, mask=inside)
+        found = s.to(OPERAND)
+        e = tl.exp(end - at) * column
+        s = tl.dot(tl.trans(x), (e[:, None] * y).to(OPERAND), s * tl.exp(end), input_precision=PRECISION)
         if READ:
             rows = load_rows(token_rows(q, low + start, row, head, heads, K), there, columns, K).to(OPERAND)
             scores = tl.dot(rows, tl.trans(x), input_precision=PRECISION)
@@ -126,11 +129,9 @@ def _pass(
                         written += _number_at(w + numbers, row - LAG - d) * tl.exp(read_u - before)
                     m = tl.where(age == d - W + 1, written[:, None], m)
             scores *= m
-            o = tl.dot(rows, s.to(OPERAND), input_precision=PRECISION) * tl.exp(read_u)[:, None]
+            o = tl.dot(rows, found, input_precision=PRECISION) * tl.exp(read_u)[:, None]
             o = tl.dot(scores.to(OPERAND), y, o, input_precision=PRECISION)
             store_rows(token_rows(output, low + start, row, head, heads, V), o, there, channels, V)
-        e = tl.exp(end - at) * column
-        s = tl.dot(tl.trans(x), (e[:, None] * y).to(OPERAND), s * tl.exp(end), input_precision=PRECISION)
         total += end
         place_of_numbers = ((number + tl.minimum(n + 1, last - 1)) * heads + head) * TILE + row
         at = tl.load(u + place_of_numbers)
