@@ -62,8 +62,8 @@ def launches(card: str, dtype: torch.dtype, key_dim: int, window: int, carried: 
     """Every kernel of a forward and backward with its configuration and constants."""
     size = dtype.itemsize
     tile = max(16, triton.next_power_of_2(key_dim))
-    forward, reverse, backward = launch.WIDE[tile] if size == 4 else launch.TABLE[card, size, tile]
     chunk = launch.chunk_length(size, tile, window)
+    forward, reverse, backward = launch.configs(card, size, tile, chunk + window - 1)
     row = {"K": key_dim, "V": key_dim, "BK": tile, "C": chunk, "TILE": chunk + window - 1, "PACKED": False}
     rule = {"W": window, "SHIFT": 1, "CARRIED": carried}
     numbers = {"OPERAND": tl.bfloat16 if size == 2 else tl.float32, "PRECISION": "ieee", "LAG": 0}

@@ -54,11 +54,16 @@ def card(device: torch.device) -> tuple[str, int]:
     return "large" if shared >= 200 * 1024 else "safe", properties.multi_processor_count
 
 
-def configs(device: torch.device, operand_bytes: int, key_tile: int) -> tuple[Config, Config, Config]:
-    """Configurations of the forward pass, the reverse pass and the backward of a chunk."""
-    if operand_bytes == 4:
-        return WIDE[key_tile]
-    return TABLE[card(device)[0], operand_bytes, key_tile]
+def configs(device: torch.device | str, operand_bytes: int, key_tile: int, tile: int) -> tuple[Config, Config, Config]:
+    """Configurations of the forward pass, the reverse pass and the backward of a chunk of `tile` pairs.
+
+    device: or the class of a card.
+    """
+    kind = device if isinstance(device, str) else card(device)[0]
+    found = WIDE[key_tile] if operand_bytes == 4 else TABLE[kind, operand_bytes, key_tile]
+    if tile <= 64:
+        return found
+    return tuple(c._replace(value_tile=min(c.value_tile, 32), warps=8, stages=1, registers=None) for c in found)
 
 
 def chunk_length(operand_bytes: int, key_tile: int, window: int) -> int:

@@ -48,11 +48,20 @@ from .triton_layout import (
 )
 from .triton_schedule import Before, Options, pair_exists, token_gradients
 
+UNROLLED = tl.constexpr(8)  # largest window whose diagonals are not a loop
+
 
 @triton.jit
 def _number_at(numbers, step):
     """Of a chunk's running log decays or weights, at the steps [R]: 0 before it."""
     return tl.load(numbers + step, mask=step >= 0, other=0.0)
+
+
+@triton.jit
+def _diagonal(m, written, d, age, u, w, step, read_u, W: tl.constexpr):
+    """M with the diagonal of pairs read d steps after their first write, and what is written of them."""
+    written += _number_at(w, step - d) * tl.exp(read_u - _number_at(u, step - d))
+    return tl.where(age == d - W + 1, written[:, None], m), written
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -122,12 +131,13 @@ def _pass(
             age = late[:, None] - LAG - late[None, :]
             m = tl.exp(tl.where(age >= 0, read_u[:, None] - at[None, :], float("-inf"))) * column[None, :]
             if W > 1:
-                written = _number_at(w + numbers, row - LAG)
-                for d in tl.static_range(W - 1):
-                    if d > 0:
-                        before = _number_at(u + numbers, row - LAG - d)
-                        written += _number_at(w + numbers, row - LAG - d) * tl.exp(read_u - before)
-                    m = tl.where(age == d - W + 1, written[:, None], m)
+                written = at * 0.0
+                if W <= UNROLLED:
+                    for d in tl.static_range(W - 1):
+                        m, written = _diagonal(m, written, d, age, u + numbers, w + numbers, row - LAG, read_u, W)
+                else:
+                    for d in range(W - 1):
+                        m, written = _diagonal(m, written, d, age, u + numbers, w + numbers, row - LAG, read_u, W)
             scores *= m
             o = tl.dot(rows, found, input_precision=PRECISION) * tl.exp(read_u)[:, None]
             o = tl.dot(scores.to(OPERAND), y, o, input_precision=PRECISION)
@@ -225,6 +235,29 @@ def _carry(
 
 
 @triton.jit
+def _row_diagonal(tile, written, h, d, age, u, w, row, WRITTEN: tl.constexpr, W: tl.constexpr):
+    """A tile of pairs and tokens with the diagonal of d steps since the first write: h times what is written by then.
+
+    written: [TILE] by the step before; without WRITTEN the diagonal leaves out the write at its own step.
+    """
+    first = row - W + 1
+    written = written * tl.exp(_number_at(u, first + d) - _number_at(u, first + d - 1))
+    own = _number_at(w, first + d)
+    factor = written + own if WRITTEN else written
+    return tl.where(age == d - W + 1, h * factor[:, None], tile), written + own
+
+
+@triton.jit
+def _one_step(past, after, at, i, gap, h, u, row, LAG: tl.constexpr):
+    """Of `_by_step`, the step i before each row's own, and what reads after the one before that."""
+    own = tl.sum(tl.where(gap - LAG == -i, h, 0.0), 1)
+    after = tl.where(gap == -i, past[:, None], after)
+    if LAG > 0:
+        at = tl.where(gap == -i, own[:, None], at)
+    return (past + own) * tl.exp(_number_at(u, row - i) - _number_at(u, row - i - 1)), after, at
+
+
+@triton.jit
 def _by_step(past, h, u, row, LAG: tl.constexpr, W: tl.constexpr):
     """What reads after each step and at it of the pairs in its window, decayed from the step on: [TILE] each.
 
@@ -236,18 +269,12 @@ def _by_step(past, h, u, row, LAG: tl.constexpr, W: tl.constexpr):
     else:
         after = gap.to(tl.float32) * 0.0
         at = after
-        end_u = _number_at(u, row)
-        for i in tl.static_range(W):
-            after = tl.where(gap == -i, past[:, None], after)
-            own = past
-            if LAG > 0 or i < W - 1:
-                own = tl.sum(tl.where(gap - LAG == -i, h, 0.0), 1)
-            if LAG > 0:
-                at = tl.where(gap == -i, own[:, None], at)
-            if i < W - 1:
-                begin_u = _number_at(u, row - i - 1)
-                past = (past + own) * tl.exp(end_u - begin_u)
-                end_u = begin_u
+        if W <= UNROLLED:
+            for i in tl.static_range(W):
+                past, after, at = _one_step(past, after, at, i, gap, h, u, row, LAG)
+        else:
+            for i in range(W):
+                past, after, at = _one_step(past, after, at, i, gap, h, u, row, LAG)
         if LAG == 0:
             at = tl.where((gap <= 0) & (gap > -W), h, 0.0)
         return tl.sum(after, 0), tl.sum(at, 0)
@@ -337,17 +364,18 @@ def _chunk_backward(
     age = row[None, :] - LAG - row[:, None]
     reach = tl.where(age >= 0, read_u[None, :] - at[:, None], tl.where(age > -W, 0.0, float("-inf")))
     reach = tl.exp(reach)
-    if W > 1:
-        factor = tl.where(age >= 0, column[:, None], 0.0)
-        before = _number_at(u, row - W + 1)
-        written = _number_at(w, row - W + 1)
-        for d in tl.static_range(1, W):
-            factor = tl.where(age == d - W, written[:, None], factor)
-            after = _number_at(u, row - W + 1 + d)
-            written = written * tl.exp(after - before) + _number_at(w, row - W + 1 + d)
-            before = after
-    else:
+    if W == 1:
         factor = column[:, None]
+    elif W <= UNROLLED:
+        factor = tl.where(age >= 0, column[:, None], 0.0)
+        written = at * 0.0
+        for d in tl.static_range(W - 1):
+            factor, written = _row_diagonal(factor, written, 1.0, d, age, u, w, row, True, W)
+    else:
+        factor = tl.where(age >= 0, column[:, None], 0.0)
+        written = at * 0.0
+        for d in range(W - 1):
+            factor, written = _row_diagonal(factor, written, 1.0, d, age, u, w, row, True, W)
     n = n * reach
     a_m = (a * reach * factor).to(OPERAND)
     n_m = (n * factor).to(OPERAND)
@@ -356,14 +384,13 @@ def _chunk_backward(
     past = tl.sum(later, 1)
     later = later * column[:, None]
     if W > 1:
-        before = _number_at(u, row - W + 1)
-        written = _number_at(w, row - W + 1)
-        for d in tl.static_range(1, W):
-            after = _number_at(u, row - W + 1 + d)
-            written = written * tl.exp(after - before)
-            later = tl.where(age == d - W + 1, h * written[:, None], later)
-            written += _number_at(w, row - W + 1 + d)
-            before = after
+        written = at * 0.0
+        if W <= UNROLLED:
+            for d in tl.static_range(W):
+                later, written = _row_diagonal(later, written, h, d, age, u, w, row, False, W)
+        else:
+            for d in range(W):
+                later, written = _row_diagonal(later, written, h, d, age, u, w, row, False, W)
     tl.store(scratch + row, tl.sum(later, 0))  # by the token that reads
     e = tl.exp(end - at) * column
     written, at_once = _by_step(past, h, u, row, LAG, W)
@@ -517,7 +544,7 @@ class Plan:
         self.states = (layout.chunks, self.heads, key_dim, value_dim)
         key_tile = max(16, triton.next_power_of_2(key_dim))
         value_width = max(16, triton.next_power_of_2(value_dim))
-        forward, reverse, backward = launch.configs(device, self.operand.itemsize, key_tile)
+        forward, reverse, backward = launch.configs(device, self.operand.itemsize, key_tile, layout.chunk + window - 1)
         rows = layout.sequences * self.heads
 
         def tiles(config):
