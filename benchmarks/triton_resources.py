@@ -1,6 +1,6 @@
 """What each launch configuration of the Triton kernels takes: compiled for a card, without one.
 
-    python benchmarks/triton_resources.py [--card safe] [--key-dims 64 128] [--windows 1 4] [--dtypes bfloat16]
+    python benchmarks/triton_resources.py [--card safe] [--fresh] [--key-dims 64] [--windows 1 4] [--dtypes bfloat16]
 
 falcon_1 is the window of 0.
 
@@ -26,9 +26,9 @@ from triton.compiler import ASTSource
 
 TARGETS = {"large": GPUTarget("cuda", 90, 32), "safe": GPUTarget("cuda", 86, 32)}
 SHARED = {"large": 227 * 1024, "safe": 99 * 1024}
-FLOATS = {"weight", "log_decay", "w", "u", "initial", "final", "part_decay", "gain", "ridge", "energy", "grad_weight"}
-FLOATS |= {"grad_log_decay", "grad_gain", "grad_ridge", "old_grad_x", "old_grad_v", "written"}
-FLOATS |= {"memory", "grad_memory", "grad_final"}
+FLOATS = {"weight", "log_decay", "w", "u", "c", "initial", "final", "part_decay", "gain", "ridge", "energy"}
+FLOATS |= {"grad_gain", "grad_ridge", "old_grad_x", "old_grad_v", "written", "scratch"}
+FLOATS |= {"memory", "grad_memory", "grad_final", "inverse"}
 OTHERS = {"bounds": "i64", "first": "i64", "owner": "i64", "lengths": "i64", "previous_valid": "i1", "tail_valid": "i1"}
 
 
@@ -46,11 +46,12 @@ def resources(kernel, card: str, dtype: torch.dtype, config: launch.Config, cons
             signature[name] = "*" + ("fp32" if name in floats else OTHERS.get(name, letters))
             attributes[(i,)] = [["tt.divisibility", 16]]
     values = {(names.index(name),): value for name, value in constants.items() if name in names}
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    if config.registers is not None:
+        options["maxnreg"] = config.registers
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     begun = time.perf_counter()
-    compiled = triton.compile(
-        source, target=TARGETS[card], options={"num_warps": config.warps, "num_stages": config.stages}
-    )
+    compiled = triton.compile(source, target=TARGETS[card], options=options)
     seconds = time.perf_counter() - begun
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -61,53 +62,39 @@ def resources(kernel, card: str, dtype: torch.dtype, config: launch.Config, cons
     return {"shared": compiled.metadata.shared, "registers": registers, "stack": stack, "seconds": seconds}
 
 
-def launches(card: str, dtype: torch.dtype, key_dim: int, window: int):
+def launches(card: str, dtype: torch.dtype, key_dim: int, window: int, carried: bool):
     """Every kernel of a forward and backward with its configuration and constants."""
     size = dtype.itemsize
-    tile = max(16, triton.next_power_of_2(key_dim))
-    forward, reverse, backward = launch.WIDE[tile] if size == 4 else launch.TABLE[card, size, tile]
-    row = {"K": key_dim, "V": key_dim, "BK": tile, "C": launch.chunk_length(size, tile, window), "PACKED": False}
-    rule = {"W": window, "SHIFT": 1, "CARRIED": True}
-    rule["LOOKBACK"] = max(16, triton.next_power_of_2(max(window - 1, 1)))
+    tile = launch.padded(key_dim, size)
+    chunk = launch.chunk_length(size, tile, window)
+    forward, reverse, backward = launch.configs(card, size, tile, chunk + window - 1)
+    row = {"K": key_dim, "V": key_dim, "BK": tile, "C": chunk, "TILE": chunk + window - 1, "PACKED": False}
+    rule = {"W": window, "SHIFT": 1, "CARRIED": carried}
     numbers = {"OPERAND": tl.bfloat16 if size == 2 else tl.float32, "PRECISION": "ieee", "LAG": 0}
-    band = {"BAND_PRECISION": "tf32" if size == 2 else "ieee"}
+    step = {"MASKED": carried, "RIDGE": 2, "DIRECT": False, "CAPPED": False, "EPSILON": 1e-6, "FLOOR": 0.01}
 
     def channels(config):
         return {"BV": min(config.value_tile, tile)}
 
-    for name, mode in (("read", {"READ": True, "STORE": False}), ("states", {"READ": False, "STORE": True})):
-        yield (
-            name,
-            triton_additive._pass,
-            forward,
-            row
-            | rule
-            | numbers
-            | mode
-            | channels(forward)
-            | {"FINAL": mode["READ"], "INITIAL": True, "FROM_ZERO": False},
-        )
-    mode = {"STORE": True, "FINAL": True, "INITIAL": True, "FROM_ZERO": False}
-    yield "reverse", triton_additive._reverse_pass, reverse, row | numbers | mode | channels(reverse)
-    yield "gradients", triton_additive._chunk_backward, backward, row | rule | numbers | band | channels(backward)
-    plain = launch.Config(0, 4, 3)
+    begin = {"INITIAL": carried, "FROM_ZERO": False}
+    for name, mode in (("read", {"STORE": False, "FINAL": True}), ("read + keep", {"STORE": True, "FINAL": False})):
+        found = row | rule | numbers | begin | mode | channels(forward) | {"READ": True}
+        yield name, triton_additive._pass, forward, found
+    mode = {"STORE": True, "FINAL": carried}
+    yield "reverse", triton_additive._reverse_pass, reverse, row | numbers | begin | mode | channels(reverse)
+    found = row | rule | numbers | step | channels(backward) | {"DETACH": False, "BK": min(backward.key_tile, tile)}
+    yield "gradients", triton_additive._chunk_backward, backward, found
+    lookback = {"LOOKBACK": triton.next_power_of_2(max(window - 1, 1))}
     if window > 1:
-        yield "lookback", triton_additive._add_lookback, plain, row | rule | {"BV": tile}
+        yield "lookback", triton_additive._add_lookback, launch.Config(0, 4, 3), row | rule | lookback | {"BV": tile}
     most, warps = (64, 8) if window > 1 else (128, 4)
-    plain = launch.Config(0, warps, 3)
-    schedule = {
-        "K": key_dim, "BK": min(tile, most), "W": window, "SHIFT": 1, "C": row["C"], "MASKED": True, "PACKED": False,
-        "LOOKBACK": triton.next_power_of_2(max(window - 1, 1)), "CARRIED": True, "RUNNING": True, "RIDGE": 2,
-        "DIRECT": False, "CAPPED": False, "EPSILON": 1e-6, "FLOOR": 0.01, "PARTS": 0,
-    }  # fmt: skip
-    yield "schedule", triton_schedule._forward, plain, schedule
-    schedule |= {"DETACH": False, "BEFORE": triton.next_power_of_2(window)}
-    yield "its backward", triton_schedule._backward, plain, schedule
+    schedule = row | rule | step | {"BK": min(tile, most), "PARTS": 1}
+    yield "schedule", triton_schedule._forward, launch.Config(0, warps, 3), schedule
 
 
 def regression(card: str, dtype: torch.dtype, key_dim: int):
     """The same of falcon_1, which has no window."""
-    tile = max(64, triton.next_power_of_2(key_dim))
+    tile = max(64, launch.padded(key_dim, dtype.itemsize))
     sizes = launch.WIDE_REGRESSION[tile] if dtype.itemsize == 4 else launch.REGRESSION[card, dtype.itemsize, tile]
     options = triton_schedule.Options(1, True, triton_schedule.RIDGE["scale_coupled"], False, True, False, 1e-6, 0.01)
     layout = Layout.of(1, 1024, 0, triton_regression.CHUNK)
@@ -129,13 +116,14 @@ def main() -> int:
     parser.add_argument("--key-dims", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--fresh", action="store_true", help="without a carried state")
     options = parser.parse_args()
     fits = True
     for dtype in options.dtypes:
         for key_dim in options.key_dims:
             kind = getattr(torch, dtype)
             for window in (0, *options.windows):
-                these = launches(options.card, kind, key_dim, window) if window else None
+                these = launches(options.card, kind, key_dim, window, not options.fresh) if window else None
                 for name, kernel, config, constants in these or regression(options.card, kind, key_dim):
                     used = resources(kernel, options.card, kind, config, constants)
                     fits &= used["shared"] <= SHARED[options.card]

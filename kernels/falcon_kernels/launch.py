@@ -13,32 +13,30 @@ import torch
 class Config(NamedTuple):
     """Sizes of one kernel launch."""
 
-    value_tile: int  # value channels of a program
+    value_tile: int  # value channels at a time
     warps: int
     stages: int
+    key_tile: int = 256  # key channels at a time, in the backward of a chunk
+    registers: int | None = None  # of a thread at most; the compiler's choice by default
 
 
-LARGEST_WINDOW = 65  # a chunk reaches back over no more than itself
+LARGEST_WINDOW = 65  # a tile of 128 pairs
 
-# (card, bytes of an operand, K rounded up to a power of two): forward pass, reverse pass, backward of a chunk
+# (card, bytes of an operand, `padded` K): forward pass, reverse pass, backward of a chunk
 TABLE = {
-    ("large", 2, 16): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 4, 1)),
-    ("large", 2, 32): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 4, 1)),
-    ("large", 2, 64): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 4, 1)),
-    ("large", 2, 128): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 8, 1)),
-    ("large", 2, 256): (Config(64, 8, 2), Config(64, 8, 2), Config(32, 8, 1)),
-    ("safe", 2, 16): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1)),
-    ("safe", 2, 32): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1)),
-    ("safe", 2, 64): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1)),
-    ("safe", 2, 128): (Config(32, 8, 1), Config(32, 4, 2), Config(32, 8, 1)),
-    ("safe", 2, 256): (Config(16, 8, 1), Config(16, 8, 1), Config(16, 8, 1)),
+    ("large", 2, 64): (Config(64, 4, 2, registers=168), Config(64, 4, 3), Config(64, 8, 1, 64, 128)),
+    ("large", 2, 128): (Config(64, 8, 2, registers=128), Config(64, 4, 3), Config(64, 8, 1, 64, 128)),
+    ("large", 2, 256): (Config(64, 8, 2), Config(64, 8, 2), Config(64, 8, 1, 64, 128)),
+    ("safe", 2, 64): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1, 64)),
+    ("safe", 2, 128): (Config(32, 8, 1), Config(32, 4, 2), Config(32, 8, 1, 64)),
+    ("safe", 2, 256): (Config(16, 8, 1), Config(16, 8, 1), Config(32, 8, 1, 64)),
 }
 WIDE = {  # 4-byte operands, on any card
-    16: (Config(32, 4, 1), Config(32, 4, 1), Config(16, 4, 1)),
-    32: (Config(32, 4, 1), Config(32, 4, 1), Config(16, 4, 1)),
-    64: (Config(32, 4, 1), Config(32, 4, 1), Config(16, 4, 1)),
-    128: (Config(32, 8, 1), Config(32, 8, 1), Config(16, 8, 1)),
-    256: (Config(16, 8, 1), Config(16, 8, 1), Config(16, 8, 1)),
+    16: (Config(32, 8, 1), Config(32, 4, 1), Config(16, 4, 1)),
+    32: (Config(32, 8, 1), Config(32, 4, 1), Config(16, 4, 1)),
+    64: (Config(32, 8, 1), Config(32, 4, 1), Config(16, 4, 1, 64)),
+    128: (Config(32, 8, 1), Config(32, 8, 1), Config(16, 8, 1, 64)),
+    256: (Config(16, 8, 1), Config(16, 8, 1), Config(16, 8, 1, 64)),
 }
 
 
@@ -86,6 +84,14 @@ WIDE_REGRESSION = {  # 4-byte operands, on any card, by K
 }
 
 
+def padded(channels: int, operand_bytes: int) -> int:
+    """Channels of a tile that holds all of them: a power of two.
+
+    At least 64 of 2 bytes: with 32 columns on the right, kernels on Hopper read past their shared memory (Triton 3.6).
+    """
+    return max(64 if operand_bytes == 2 else 16, 1 << (channels - 1).bit_length())
+
+
 @cache
 def card(device: torch.device) -> tuple[str, int]:
     """Class of a card and its number of multiprocessors; the CPU, on which kernels are interpreted, counts as one."""
@@ -96,11 +102,17 @@ def card(device: torch.device) -> tuple[str, int]:
     return "large" if shared >= 200 * 1024 else "safe", properties.multi_processor_count
 
 
-def configs(device: torch.device, operand_bytes: int, key_tile: int) -> tuple[Config, Config, Config]:
-    """Configurations of the forward pass, the reverse pass and the backward of a chunk."""
-    if operand_bytes == 4:
-        return WIDE[key_tile]
-    return TABLE[card(device)[0], operand_bytes, key_tile]
+def configs(device: torch.device | str, operand_bytes: int, key_tile: int, tile: int) -> tuple[Config, Config, Config]:
+    """Configurations of the forward pass, the reverse pass and the backward of a chunk of `tile` pairs.
+
+    device: or the class of a card.
+    """
+    kind = device if isinstance(device, str) else card(device)[0]
+    found = WIDE[key_tile] if operand_bytes == 4 else TABLE[kind, operand_bytes, key_tile]
+    if tile <= 64:
+        return found
+    most = 64 if kind == "large" and operand_bytes == 2 else 32
+    return tuple(c._replace(value_tile=min(c.value_tile, most), warps=8, stages=1, registers=None) for c in found)
 
 
 def regression(device: torch.device, operand_bytes: int, key_tile: int) -> Regression:
@@ -110,11 +122,14 @@ def regression(device: torch.device, operand_bytes: int, key_tile: int) -> Regre
 
 
 def chunk_length(operand_bytes: int, key_tile: int, window: int) -> int:
-    """C: 64 tokens; 32 or 16 where the operands have 4 bytes; and at least W - 1."""
-    chunk = 64 if operand_bytes == 2 else 32 if key_tile <= 128 else 16
-    while chunk < window - 1:
-        chunk *= 2
-    return chunk
+    """C: what a tile of 64 pairs leaves beside the W - 1 before the chunk.
+
+    The tile has 32 or 16 pairs where the operands have 4 bytes, and more where else half of them would not be left.
+    """
+    tile = 64 if operand_bytes == 2 else 32 if key_tile <= 128 else 16
+    while tile < 2 * (window - 1):
+        tile *= 2
+    return tile - (window - 1)
 
 
 def segments(device: torch.device, programs: int, chunks: int) -> int:

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial, wraps
 
 import torch
-import triton
 from torch import Tensor
 
-from . import launch, triton_additive, triton_regression, triton_schedule
+from . import triton_additive, triton_regression, triton_schedule
 from .triton_layout import NAMESPACE, NO_TABLES, Layout, is_plain
 from .triton_schedule import Before
 
@@ -41,8 +40,13 @@ attention_backward_op = getattr(torch.ops, NAMESPACE).attention_backward.default
 
 
 def _parts(residual: bool, dtype: torch.dtype) -> int:
-    """How log decays are summed, as in `triton_schedule`."""
-    return (1 if dtype == torch.bfloat16 else 2) if residual else 0
+    """The sums in which log decays are given."""
+    return 2 if residual and dtype != torch.bfloat16 else 1
+
+
+def _layout(batch, length, documents, residual, dtype, key_dim, window) -> Layout:
+    chunk = triton_regression.CHUNK if residual else triton_additive.chunk_length(dtype, key_dim, window)
+    return Layout.of(batch, length, documents, chunk)
 
 
 class Plan:
@@ -50,24 +54,12 @@ class Plan:
 
     def __init__(self, shape, value_dim, dtypes, device, documents, masked, carried, aligned, options, before):
         batch, length, heads, key_dim = shape
-        window, shifted, _, _, self.residual, *_ = options
+        window, _, _, _, self.residual, *_ = options
         dtype, self.carried = dtypes[0], carried
-        self.core: triton_regression.Plan | triton_additive.Plan
-        if self.residual:
-            chunk = triton_regression.CHUNK
-        else:
-            operand_bytes = 2 if dtype == torch.bfloat16 else 4
-            chunk = launch.chunk_length(operand_bytes, max(16, triton.next_power_of_2(key_dim)), window)
-        self.layout = Layout.of(batch, length, documents, chunk)
+        self.layout = _layout(batch, length, documents, self.residual, dtype, key_dim, window)
         schedule = triton_schedule.Options(*options)
-        if self.residual:
-            self.core = triton_regression.Plan(
-                self.layout, shape, value_dim, dtype, device, schedule, before, masked, carried, aligned
-            )
-        else:
-            self.core = triton_additive.Plan(
-                self.layout, shape, value_dim, dtype, device, window, shifted, before, carried, aligned
-            )
+        core = triton_regression.Plan if self.residual else triton_additive.Plan
+        self.core = core(self.layout, shape, value_dim, dtype, device, schedule, before, masked, carried, aligned)
         self.schedule = triton_schedule.Plan(
             self.layout, heads, key_dim, schedule, masked, carried, _parts(self.residual, dtype), aligned
         )
@@ -122,7 +114,7 @@ def _forward(*arguments) -> tuple[Tensor | None, ...]:
             bool; 0 where not valid.
         lengths: [B] int64 tokens of each row, the rest of which does nothing; cu_seqlens: [S + 1].
         ridge_mode: a value of `triton_schedule.RIDGE`; direct: gain is the step size; before: read before the write.
-        final, keep: whether the final memory, and what the backward of falcon_1 needs, are wanted.
+        final, keep: whether the final memory, and what the backward needs, are wanted.
     """
     tensors, final, keep = _contiguous(arguments[:TENSORS]), arguments[-2], arguments[-1]
     q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = tensors
@@ -138,27 +130,33 @@ def _forward(*arguments) -> tuple[Tensor | None, ...]:
         )
         kept = made if keep else kept
     else:
-        triton_additive.forward(plan.core, tables, q, k, v, weight, log_decay, memory, before, output, final_memory)
+        states = torch.empty(plan.core.states, dtype=plan.core.operand, device=q.device) if keep else None
+        triton_additive.forward(
+            plan.core, tables, q, k, v, weight, log_decay, memory, before, output, states, final_memory
+        )
+        kept = (None, states, None)
     return output, final_memory, weight, log_decay, energy, *kept
 
 
 def _fake(*arguments):
     q, _, v, *_, cu_seqlens = arguments[:TENSORS]
-    residual, final, keep = arguments[TENSORS + 4], *arguments[-2:]
+    window, residual, final, keep = arguments[TENSORS], arguments[TENSORS + 4], *arguments[-2:]
     batch, length, heads, key_dim = q.shape
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    parts, chunk = _parts(residual, q.dtype), triton_regression.CHUNK
-    layout = Layout.of(batch, length, 0 if cu_seqlens is None else sequences, chunk)
-    numbers = triton_schedule.numbers_shape(layout, heads, parts)
-    shapes = (numbers, (2, *numbers) if parts == 2 else numbers, numbers)
-    memory = v.new_empty((sequences, heads, key_dim, v.shape[-1]), dtype=torch.float32) if final else v.new_empty(0)
+    value_dim, documents = v.shape[-1], 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    layout = _layout(batch, length, documents, residual, q.dtype, key_dim, window)
+    memory = v.new_empty(0)
+    if final:
+        memory = v.new_empty((layout.sequences, heads, key_dim, value_dim), dtype=torch.float32)
+    numbers = triton_schedule.shapes(layout, heads, window, _parts(residual, q.dtype))
     inverse, states, residuals = (v.new_empty(0) for _ in range(3))
+    wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     if residual and keep:
-        wide = triton_regression.operand_dtype(q.dtype)
-        inverse = v.new_empty((layout.chunks, heads, chunk, chunk), dtype=torch.float32)
-        states = v.new_empty((layout.chunks, heads, v.shape[-1], key_dim), dtype=wide)
+        inverse = v.new_empty((layout.chunks, heads, layout.chunk, layout.chunk), dtype=torch.float32)
+        states = v.new_empty((layout.chunks, heads, value_dim, key_dim), dtype=wide)
         residuals = v.new_empty(v.shape, dtype=wide)
-    three = (v.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    elif keep:
+        states = v.new_empty((layout.chunks, heads, key_dim, value_dim), dtype=wide)
+    three = (v.new_empty(shape, dtype=torch.float32) for shape in numbers)
     return v.new_empty(v.shape), memory, *three, inverse, states, residuals
 
 
@@ -178,22 +176,17 @@ def _backward(grad_output: Tensor | None, grad_final: Tensor | None, *arguments)
     if plan.carried:  # documents without tokens are not visited
         key, _, tail_x, tail_v, _ = (None if t is None else torch.zeros_like(t) for t in before)
         grad_before = Before(key, None, tail_x, tail_v)
+    grad_gain, grad_ridge = (None if t is None else torch.empty_like(t) for t in (gain, ridge))
     if plan.residual:
-        grad_gain, grad_ridge = torch.empty_like(gain), None if ridge is None else torch.empty_like(ridge)
         triton_regression.backward(
             plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, kept,
             (grad_q, grad_k, grad_v, grad_gain, grad_ridge), grad_memory, grad_before.previous_key,
         )  # fmt: skip
     else:
-        weight, log_decay, energy, *_ = kept
-        grad_weight, grad_log_decay = torch.empty_like(weight), torch.empty_like(log_decay)
+        weight, log_decay, energy, _, states, _ = kept
         triton_additive.backward(
-            plan.core, tables, grad_output, grad_final, q, k, v, weight, log_decay, memory, before,
-            (grad_q, grad_k, grad_v, grad_weight, grad_log_decay, grad_memory), grad_before,
-        )  # fmt: skip
-        grad_gain, grad_ridge = triton_schedule.backward(
-            plan.schedule, tables, k, gain, ridge, before, lengths, energy, grad_weight, grad_log_decay, grad_k,
-            grad_before,
+            plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, weight, log_decay,
+            energy, states, (grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory), grad_before,
         )  # fmt: skip
     found = (grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory)
     return [t for t in (*found, grad_before.previous_key, *grad_before[2:4]) if t is not None]

@@ -94,12 +94,19 @@ def chunk_of(number, bounds, first, owner, length, longest, CHUNK: tl.constexpr,
 
 
 @triton.jit
+def token_rows(tensor, first, row, head, heads, WIDTH: tl.constexpr):
+    """Pointers [R] to the rows of the tokens `first` + row [R], int64 and int32: 32 bits reach over a chunk."""
+    return tensor + (first * heads + head) * WIDTH + row * (heads * WIDTH)
+
+
+@triton.jit
 def x_rows(
-    k, previous, tail, sequence, low, place, head, heads,
+    k, previous, tail, sequence, low, start, row, head, heads,
     K: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
 ):  # fmt: skip
-    """Pointers [R] to the rows of write features of the pairs `place` [R]; the keys themselves are shifted by SHIFT."""
-    rows = k + ((low + place - SHIFT) * heads + head) * K
+    """Pointers [R] to the rows of write features of the pairs start + row [R]; the keys are shifted by SHIFT."""
+    rows = token_rows(k, low + start - SHIFT, row, head, heads, K)
+    place = start + row
     if SHIFT and CARRIED:
         rows = tl.where(place == 0, previous + (sequence * heads + head) * K, rows)
     if W > 1 and CARRIED:
@@ -118,10 +125,11 @@ def exists(place, there, SHIFT: tl.constexpr, CARRIED: tl.constexpr):
 
 @triton.jit
 def v_rows(
-    v, tail, sequence, low, place, head, heads, V: tl.constexpr, W: tl.constexpr, CARRIED: tl.constexpr
+    v, tail, sequence, low, start, row, head, heads, V: tl.constexpr, W: tl.constexpr, CARRIED: tl.constexpr
 ):  # fmt: skip
-    """Pointers [R] to the rows of values of the pairs `place` [R]."""
-    rows = v + ((low + place) * heads + head) * V
+    """Pointers [R] to the rows of values of the pairs start + row [R]."""
+    rows = token_rows(v, low + start, row, head, heads, V)
+    place = start + row
     if W > 1 and CARRIED:
         rows = tl.where(place < 0, tail + ((sequence * (W - 1) + W - 1 + place) * heads + head) * V, rows)
     return rows
@@ -139,6 +147,13 @@ def _inside(there, columns, WIDTH: tl.constexpr):
 def load_rows(rows, there, columns, WIDTH: tl.constexpr):
     """[R, columns] of rows of WIDTH numbers, 0 past the width and where not `there`; columns start at a whole tile."""
     return tl.load(rows[:, None] + columns[None, :], mask=_inside(there, columns, WIDTH), other=0.0)
+
+
+@triton.jit
+def load_rows_again(rows, there, columns, WIDTH: tl.constexpr):
+    """`load_rows` from cache, of what the compiler would else keep in registers since the first time."""
+    inside = _inside(there, columns, WIDTH)
+    return tl.load(rows[:, None] + columns[None, :], mask=inside, other=0.0, cache_modifier=".ca")
 
 
 @triton.jit

@@ -102,7 +102,7 @@ def _at_end(log_decay, places, C: tl.constexpr, OPERAND: tl.constexpr):
 @triton.jit
 def _pairwise(to_coarse, to_fine, from_coarse, from_fine, mask):
     """exp(to - from) where `mask`, 0 elsewhere; both given in two parts, already shaped to broadcast."""
-    return tl.exp(tl.where(mask, (to_coarse - from_coarse) + (to_fine - from_fine), float("-inf")))
+    return tl.exp2(tl.where(mask, (to_coarse - from_coarse) + (to_fine - from_fine), float("-inf")))
 
 
 # The inverse
@@ -326,7 +326,7 @@ def _prepare(
     there = exists(place, here, SHIFT, CARRIED)
 
     solved = tl.load(inverse + program * C * C + i[:, None] * C + i[None, :]).to(tl.float32)
-    left = solved * (eta * tl.exp(before_c + before_f))[None, :]
+    left = solved * (eta * tl.exp2(before_c + before_f))[None, :]
     scores = tl.zeros([C, C], tl.float32)
     for begin in range(0, K, BK):
         kk = begin + tl.arange(0, BK)
@@ -346,7 +346,10 @@ def _prepare(
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
         y = load_rows(_rows(values, low + start, head, heads, i, V), here, columns, V).to(OPERAND)
-        y = tl.dot(left.to(OPERAND), y, input_precision=PRECISION) if ADJOINT else _wide_dot(left, y, OPERAND, PRECISION)
+        if ADJOINT:
+            y = tl.dot(left.to(OPERAND), y, input_precision=PRECISION)
+        else:
+            y = _wide_dot(left, y, OPERAND, PRECISION)
         store_rows(_rows(out, low + start, head, heads, i, V), y, here, columns, V)
 
 
@@ -387,8 +390,8 @@ def _carry(
         residual = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         residual -= tl.dot(s.to(OPERAND), tl.trans(lost), input_precision=PRECISION)
         tl.store(at, residual, mask=mask)
-        residual *= tl.exp((end_c - uc) + (end_f - uf))[None, :]
-        s = tl.dot(residual.to(OPERAND), x, s * tl.exp(end_c + end_f), input_precision=PRECISION)
+        residual *= tl.exp2((end_c - uc) + (end_f - uf))[None, :]
+        s = tl.dot(residual.to(OPERAND), x, s * tl.exp2(end_c + end_f), input_precision=PRECISION)
     if FINAL:
         tl.store(final + own, s, mask=inside)
 
@@ -427,7 +430,7 @@ def _read(
     rc, rf = _running(log_decay, places, i, LAG, OPERAND)
     seen = i[:, None] >= i[None, :] + LAG
     scores *= _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
-    out *= tl.exp(rc + rf)[:, None]
+    out *= tl.exp2(rc + rf)[:, None]
     residual = load_rows(_rows(z, low + start, head, heads, i, V), here, columns, V)
     out = tl.dot(scores.to(OPERAND), residual, out, input_precision=PRECISION)
     store_rows(_rows(output, low + start, head, heads, i, V), out, here, columns, V)
@@ -473,12 +476,12 @@ def _reverse(
         queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
         lost = load_rows(_rows(w, low + start, head, heads, i, K), here, kk, K)
         at, mask = _turned(_rows(grad_output, low + start, head, heads, i, V), columns, here, V)
-        given = tl.load(at, mask=mask, other=0.0).to(tl.float32) * tl.exp(rc + rf)[None, :]
+        given = tl.load(at, mask=mask, other=0.0).to(tl.float32) * tl.exp2(rc + rf)[None, :]
         at, mask = _turned(_rows(grad_z, low + start, head, heads, i, V), columns, here, V)
         dz = tl.dot(g.to(OPERAND), tl.trans(x), input_precision=PRECISION)
-        dz = dz * tl.exp((end_c - uc) + (end_f - uf))[None, :] + tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        dz = dz * tl.exp2((end_c - uc) + (end_f - uf))[None, :] + tl.load(at, mask=mask, other=0.0).to(tl.float32)
         tl.store(at, dz, mask=mask)
-        g = tl.dot(given.to(OPERAND), queries, g * tl.exp(end_c + end_f), input_precision=PRECISION)
+        g = tl.dot(given.to(OPERAND), queries, g * tl.exp2(end_c + end_f), input_precision=PRECISION)
         g = tl.dot((-dz).to(OPERAND), lost, g, input_precision=PRECISION)
     if CARRIED:
         tl.store(grad_memory + own, g, mask=inside)
@@ -533,7 +536,7 @@ def _gradients(
             s = load_rows(states + (program * V + columns) * K, columns < V, kk, K)
             dq = tl.dot(given, s, dq, input_precision=PRECISION)
         x = load_rows(x_at, there, kk, K).to(OPERAND)
-        dq = tl.dot(narrow, x, dq * tl.exp(rc + rf)[:, None], input_precision=PRECISION)
+        dq = tl.dot(narrow, x, dq * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
         store_rows(_rows(grad_q, low + start, head, heads, i, K), dq, here, kk, K)
         read += tl.sum(load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(tl.float32) * dq, 1)
 
@@ -592,7 +595,7 @@ def _gradients(
             s = load_rows(states + (program * V + columns) * K, columns < V, kk, K)
             found = tl.dot(dz, s, found, input_precision=PRECISION)
         found = tl.dot(transposed, found.to(OPERAND), input_precision=PRECISION)
-        found *= -tl.exp(before_c + before_f)[:, None]
+        found *= -tl.exp2(before_c + before_f)[:, None]
         x = load_rows(x_at, there, kk, K).to(OPERAND)
         found = tl.dot(system_narrow, x, found, input_precision=PRECISION)
         decayed += tl.sum(x.to(tl.float32) * found, 1)
@@ -604,7 +607,7 @@ def _gradients(
             g = load_rows(grad_states + (program * V + columns) * K, columns < V, kk, K)
             kept += tl.sum(s.to(tl.float32) * g.to(tl.float32), 1)
             left = tl.dot(residual, g, left, input_precision=PRECISION)
-        left *= tl.exp((end_c - uc) + (end_f - uf))[:, None]
+        left *= tl.exp2((end_c - uc) + (end_f - uf))[:, None]
         carried += tl.sum(x.to(tl.float32) * left, 1)
         queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
         left = tl.dot(narrow, queries, left, input_precision=PRECISION)
@@ -620,7 +623,7 @@ def _gradients(
     # Cotangents of u: `at` of u_t, `ahead` of u_{t-1}; those of u_C are in `carried` and `end`.
     at = carried - written + read * (1 - LAG)
     ahead = eta * decayed + read * LAG
-    end = tl.sum(kept, 0) * tl.exp(end_c + end_f)
+    end = tl.sum(kept, 0) * tl.exp2(end_c + end_f)
     total = tl.where(i[:, None] > i[None, :], (at + ahead)[:, None], carried[:, None])
     total = tl.where(i[:, None] == i[None, :], at[:, None], total)
     grad_decay = tl.sum(total, 0) + end
@@ -670,8 +673,9 @@ class Plan:
         self.states = (layout.chunks, heads, value_dim, key_dim)
         self.inverse = (layout.chunks, heads, CHUNK, CHUNK)
         self.numbers = (layout.length, layout.longest, heads, layout.chunks * heads * CHUNK)
-        padded = max(16, triton.next_power_of_2(key_dim))
-        sizes = sizes or launch.regression(device, self.operand.itemsize, padded)
+        size = self.operand.itemsize
+        key_tile, value_width = (launch.padded(d, size) for d in (key_dim, value_dim))
+        sizes = sizes or launch.regression(device, size, key_tile)
 
         base = {
             "K": key_dim, "C": CHUNK, "SHIFT": int(options.shifted), "CARRIED": carried, "PACKED": layout.packed,
@@ -685,34 +689,31 @@ class Plan:
         }  # fmt: skip
 
         def launcher(kernel, programs, config, constants, *flags):
-            constants = base | constants | {"num_warps": config.warps, "num_stages": config.stages}
-            constants = {n: c for n, c in constants.items() if n.startswith("num_") or n in kernel.arg_names}
+            constants = {n: c for n, c in (base | constants).items() if n in kernel.arg_names}
+            constants |= {"num_warps": config.warps, "num_stages": config.stages}
+            if config.registers is not None:
+                constants["maxnreg"] = config.registers
             return Launcher(kernel, (programs,), constants, flags, aligned)
 
         def across(kernel, config, constants, *flags):
-            tiles = {"BK": _tile(key_dim, config.value_tile), "BV": _tile(value_dim, config.value_tile)}
+            tiles = {"BK": min(key_tile, config.value_tile), "BV": min(value_width, config.value_tile)}
             return launcher(kernel, layout.chunks * heads, config, more | constants | tiles, *flags)
 
         def along(kernel, config, *flags):
-            tile = min(config.value_tile, max(16, triton.next_power_of_2(value_dim)))
+            tile = min(config.value_tile, value_width)
             programs = layout.sequences * heads * -(-value_dim // tile)
-            return launcher(kernel, programs, config, more | {"BK": padded, "BV": tile}, *flags)
+            return launcher(kernel, programs, config, more | {"BK": key_tile, "BV": tile}, *flags)
 
-        read = _tile(value_dim, sizes.read.value_tile)
+        read = min(value_width, sizes.read.value_tile)
         self.invert = across(_invert, sizes.invert, {})
         self.prepare = across(_prepare, sizes.prepare, {}, "ADJOINT")
         self.carry = along(_carry, sizes.carry, "FINAL")
         self.read = launcher(
             _read, layout.chunks * heads * -(-value_dim // read), sizes.read,
-            more | {"BK": _tile(key_dim, min(64, sizes.read.value_tile)), "BV": read},
+            more | {"BK": min(key_tile, 64, read), "BV": read},
         )  # fmt: skip
         self.reverse = along(_reverse, sizes.reverse, "FINAL")
         self.gradients = across(_gradients, sizes.gradients, schedule)
-
-
-def _tile(size: int, most: int) -> int:
-    """The tile that covers `size` channels: the largest power of two from 16 to `most` that divides it."""
-    return next((tile for tile in (128, 64, 32) if tile <= most and size % tile == 0), 16)
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,17 +1,18 @@
-"""The schedule in one launch: from keys, gains and ridges to weights eta / W_t and log decays, and back.
+"""The schedule in one launch: from keys, gains and ridges to weights eta / W_t and log decays; and the way back.
 
 A program takes a chunk of tokens of one head, reads their keys shifted in place, and ends with three numbers a token:
 weight, log decay, and the energy E, kept for the backward. All of it in float32, E from the rounded keys that the
-products use too. The numbers lie as the core that follows reads them, the decay running from the chunk's start: for the
-additive cores [H, B T], and the gradients come back in the same places, that of a log decay for the token alone; for
-falcon_1, whose backward ends with the schedule's, through `step_gradients`, [chunks, H, C], where what is no token has
-weight 0 and the decay of the end. With PARTS of 2 its decays are in two sums, [2, chunks, H, C]: of the decays rounded
-down to multiples of 2^-12, which is exact while it is below 4,096, and of the rest.
+products use too. Energies lie by chunk, [chunks, H, TILE]. So do weights, [1, ...], 0 for what is no token, and for
+windows, [2, ...], behind them sums over each window of w exp(u - u of the write). Log decays, to base 2, run from the
+chunk's start, and from its last token on are those of its end: one sum, [1, ...], or with PARTS of 2, [2, ...],
+the sum of the decays rounded down to multiples of 2^-12, which is exact while it is below 4,096, and that of the rest.
 
-Floor a token and head: K keys read, 8 bytes in and 12 out; backward K read, and K read and written, as the backward
-adds to the gradients of keys that the core has left.
+The backward is the end of each core's: `token_gradients`, of what it has in registers.
+
+Floor a token and head: K keys read, 8 bytes in and 12 out.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -20,9 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .launcher import Launcher
-from .triton_layout import NUMBERS, Layout, Tables, chunk_of, exists, load_rows, store_rows, x_rows
+from .triton_layout import NUMBERS, Layout, Tables, chunk_of, exists, load_rows, x_rows
 
 RIDGE = {"none": 0, "direct": 1, "scale_coupled": 2}
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -93,50 +95,55 @@ def _norms(rows, there, ROWS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
 @triton.jit(do_not_specialize=NUMBERS)
 def _forward(
     k, gain, ridge, previous, previous_valid, tail, tail_valid, lengths, weight, log_decay, energy,
-    bounds, first, owner, length, longest, heads, tokens,
-    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr, LOOKBACK: tl.constexpr,
+    bounds, first, owner, length, longest, heads,
+    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, PARTS: tl.constexpr, RIDGE: tl.constexpr,
     DIRECT: tl.constexpr, CAPPED: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
+    """The W - 1 pairs before a chunk and its own C, at most, are the TILE rows of one tile."""
     program = tl.program_id(0).to(tl.int64)
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
-    place = start + tl.arange(0, C)
-    stored = place < count
+    step = tl.arange(0, TILE)
+    place = start + step
+    stored = (place < count) & (step < C)
     if MASKED:
         count = tl.load(lengths + sequence).to(tl.int32)
     there = pair_exists(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    x = x_rows(k, previous, tail, sequence, low, place, head, heads, K, W, SHIFT, CARRIED)
-    statistic = _norms(x, there, C, K, BK)
+    pair = place - (W - 1)
+    readable = there
     if W > 1:
-        apart = place[:, None] - place[None, :]
+        readable = pair_exists(pair, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    x = x_rows(k, previous, tail, sequence, low, start, step - (W - 1), head, heads, K, W, SHIFT, CARRIED)
+    statistic = _norms(x, readable, TILE, K, BK)
+    if W > 1:
+        apart = step[None, :] - step[:, None]  # of a row and the row of a token's oldest pair
         statistic = tl.sum(tl.where((apart >= 0) & (apart < W), statistic[None, :], 0.0), 1)
-        pair = start - LOOKBACK + tl.arange(0, LOOKBACK)
-        before = pair_exists(pair, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED) & (pair > start - W)
-        x = x_rows(k, previous, tail, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED)
-        old = _norms(x, before, LOOKBACK, K, BK)
-        statistic += tl.sum(tl.where(place[:, None] - pair[None, :] < W, old[None, :], 0.0), 1)
     size = window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
     statistic = statistic / size
     token = (low + place) * heads + head
     active = there & stored
     beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
-    base = tl.zeros([C], tl.float32)
+    base = tl.zeros([TILE], tl.float32)
     if RIDGE > 0:
         base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
     eta, used, _, _ = _step_size(beta, base, statistic, active, RIDGE, DIRECT, CAPPED, EPSILON)
-    decay = _log1p_negative(tl.minimum(eta * used, 1.0 - FLOOR))
-    number = head * tokens + low + place
-    if PARTS > 0:
-        number = program * C + tl.arange(0, C)
-        stored = number >= 0
+    decay = LOG2_E * _log1p_negative(tl.minimum(eta * used, 1.0 - FLOOR))
+    eta = eta / size
+    number = program * TILE + step
+    behind = tl.num_programs(0).to(tl.int64) * TILE
     if PARTS == 2:
         coarse = tl.floor(decay * 4096.0) * (1.0 / 4096.0)
-        tl.store(log_decay + tl.num_programs(0).to(tl.int64) * C + number, tl.cumsum(decay - coarse, 0))
+        tl.store(log_decay + behind + number, tl.cumsum(decay - coarse, 0))
         decay = coarse
-    tl.store(weight + number, eta / size, mask=stored)
-    tl.store(log_decay + number, tl.cumsum(decay, 0), mask=stored)
-    tl.store(energy + number, statistic, mask=stored)
+    decay = tl.cumsum(decay, 0)
+    tl.store(weight + number, eta)
+    tl.store(log_decay + number, decay)
+    tl.store(energy + number, statistic)
+    if W > 1:
+        apart = step[:, None] - step[None, :]
+        passed = tl.exp2(tl.where((apart >= 0) & (apart < W), decay[:, None] - decay[None, :], float("-inf")))
+        tl.store(weight + behind + number, tl.sum(passed * eta[None, :], 1))
 
 
 @triton.jit
@@ -144,7 +151,7 @@ def step_gradients(
     beta, base, statistic, grad_eta, grad_decay, active, RIDGE: tl.constexpr, DIRECT: tl.constexpr,
     CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of gain, ridge and energy from those of step size and log decay, 0 where not `active`."""
+    """Gradients of gain, ridge and energy from those of step size and natural log decay, 0 where not `active`."""
     eta, used, safe, possible = _step_size(beta, base, statistic, active, RIDGE, DIRECT, CAPPED, EPSILON)
     alpha = eta * used
     grad_alpha = -grad_decay / (1.0 - tl.minimum(alpha, 1.0 - FLOOR))
@@ -172,92 +179,25 @@ def step_gradients(
 
 
 @triton.jit
-def _token_gradients(
-    place, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count, head,
-    heads, tokens, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
-    RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
-    FLOOR: tl.constexpr,
+def token_gradients(
+    place, token, active, gain, ridge, statistic, grad_weight, grad_decay, previous_valid, tail_valid, sequence, count,
+    W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr,
+    CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of gain, of ridge, and of the window's sum of squared norms, for the tokens `place` [R]; else 0."""
-    active = (place >= 0) & pair_exists(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    token = (low + place) * heads + head
-    number = head * tokens + low + place
+    """Gradients of gain, of ridge, and of the window's sum of squared norms, for the tokens `place` [R]; else 0.
+
+    token: [R] where gain and ridge lie; statistic, grad_weight, grad_decay: [R] energy, and gradients of weight and
+    natural log decay.
+    """
     size = window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
     beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
     base = beta * 0.0
     if RIDGE > 0:
         base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
-    statistic = tl.load(energy + number, mask=active, other=0.0)
-    grad_eta = tl.load(grad_weight + number, mask=active, other=0.0) / size
-    grad_decay = tl.load(grad_log_decay + number, mask=active, other=0.0)
     of_gain, of_ridge, of_energy = step_gradients(
-        beta, base, statistic, grad_eta, grad_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
+        beta, base, statistic, grad_weight / size, grad_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
     )
     return of_gain, of_ridge, of_energy / size
-
-
-@triton.jit
-def _key_gradients(
-    pair, there, keys, into, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence,
-    low, count, head, heads, tokens, K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr,
-    CARRIED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr,
-    DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
-):  # fmt: skip
-    """Adds 2 x times the sum of what the windows of a pair, at its own token and after it, ask of their energy."""
-    scale = tl.zeros([pair.shape[0]], tl.float32)
-    for d in tl.static_range(W):
-        _, _, of_sum = _token_gradients(
-            pair + d, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low,
-            count, head, heads, tokens, W, SHIFT, CARRIED, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
-        )  # fmt: skip
-        scale += of_sum
-    for start in tl.static_range(0, K, BK):
-        columns = start + tl.arange(0, BK)
-        key = load_rows(keys, there, columns, K).to(tl.float32)
-        own = load_rows(into, there, columns, K).to(tl.float32)
-        store_rows(into, own + 2.0 * scale[:, None] * key, there, columns, K)
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def _backward(
-    k, gain, ridge, previous, previous_valid, tail, tail_valid, lengths, energy, grad_weight, grad_log_decay,
-    grad_k, grad_gain, grad_ridge, grad_previous, grad_tail, bounds, first, owner, length, longest, heads, tokens,
-    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr, BEFORE: tl.constexpr,
-    MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RIDGE: tl.constexpr,
-    DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
-):  # fmt: skip
-    """Gradients of the tokens of a chunk; a sequence's first chunk adds to those of the pairs from before the call."""
-    program = tl.program_id(0).to(tl.int64)
-    head = program % heads
-    sequence, low, whole, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
-    count = whole
-    if MASKED:
-        count = tl.load(lengths + sequence).to(tl.int32)
-    place = start + tl.arange(0, C)
-    stored = place < whole
-    token = (low + place) * heads + head
-    of_gain, of_ridge, _ = _token_gradients(
-        place, gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count,
-        head, heads, tokens, W, SHIFT, CARRIED, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
-    )  # fmt: skip
-    tl.store(grad_gain + token, of_gain, mask=stored)
-    if RIDGE > 0:
-        tl.store(grad_ridge + token, of_ridge, mask=stored)
-    _key_gradients(
-        place + SHIFT, stored, k + token * K, grad_k + token * K, gain, ridge, energy, grad_weight, grad_log_decay,
-        previous_valid, tail_valid, sequence, low, count, head, heads, tokens, K, BK, W, SHIFT, CARRIED,
-        RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
-    )  # fmt: skip
-    if CARRIED and W - 1 + SHIFT > 0:
-        row = tl.arange(0, BEFORE)
-        pair = row - (W - 1)
-        there = (row < W - 1 + SHIFT) & (start == 0) & (whole > 0)
-        _key_gradients(
-            pair, there, x_rows(k, previous, tail, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED),
-            x_rows(grad_k, grad_previous, grad_tail, sequence, low, pair, head, heads, K, W, SHIFT, CARRIED),
-            gain, ridge, energy, grad_weight, grad_log_decay, previous_valid, tail_valid, sequence, low, count, head,
-            heads, tokens, K, BK, W, SHIFT, CARRIED, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
-        )  # fmt: skip
 
 
 class Options(NamedTuple):
@@ -283,31 +223,28 @@ class Before(NamedTuple):
     tail_valid: Tensor | None = None  # [S, W - 1] bool
 
 
+def shapes(layout: Layout, heads: int, window: int, parts: int) -> tuple[tuple[int, ...], ...]:
+    """Of weight, log decay and energy."""
+    one = (layout.chunks, heads, triton.next_power_of_2(layout.chunk + window - 1))
+    return (min(window, 2), *one), (parts, *one), one
+
+
 class Plan:
-    """All of a launch that follows from shapes and options; `parts` 0 for the additive cores, 1 or 2 for falcon_1."""
+    """All of a launch that follows from shapes and options; `parts` are the sums that log decays come in."""
 
     def __init__(self, layout: Layout, heads: int, key_dim: int, options: Options, masked: bool, carried: bool,
-                 parts: int = 0, aligned: bool = False):  # fmt: skip
-        grid = (layout.chunks * heads,)
-        self.numbers = (layout.length, layout.longest, heads, layout.tokens)
-        self.shape = numbers_shape(layout, heads, parts)
-        self.log_decay = (2, *self.shape) if parts == 2 else self.shape
-        before = options.window - 1
-        most, warps = (64, 8) if before else (128, 4)  # channels at a time: windows take registers of their own
-        shared = {
+                 parts: int = 1, aligned: bool = False):  # fmt: skip
+        self.numbers = (layout.length, layout.longest, heads)
+        self.shapes = shapes(layout, heads, options.window, parts)
+        most, warps = (64, 8) if options.window > 1 else (128, 4)  # channels at a time: windows take registers too
+        constants = {
             "K": key_dim, "BK": min(triton.next_power_of_2(key_dim), most), "W": options.window,
-            "SHIFT": int(options.shifted), "C": layout.chunk, "MASKED": masked, "PACKED": layout.packed,
-            "CARRIED": carried, "RIDGE": options.ridge, "DIRECT": options.direct,
-            "CAPPED": options.capped, "EPSILON": options.epsilon, "FLOOR": options.decay_floor, "num_warps": warps,
+            "SHIFT": int(options.shifted), "C": layout.chunk, "TILE": self.shapes[2][2], "MASKED": masked,
+            "PACKED": layout.packed, "CARRIED": carried, "PARTS": parts, "RIDGE": options.ridge,
+            "DIRECT": options.direct, "CAPPED": options.capped, "EPSILON": options.epsilon,
+            "FLOOR": options.decay_floor, "num_warps": warps,
         }  # fmt: skip
-        forward = {"PARTS": parts, "LOOKBACK": triton.next_power_of_2(max(before, 1))}
-        backward = {"BEFORE": triton.next_power_of_2(max(before + options.shifted, 1)), "DETACH": options.detach_energy}
-        self.forward = Launcher(_forward, grid, shared | forward, aligned=aligned)
-        self.backward = Launcher(_backward, grid, shared | backward, aligned=aligned)
-
-
-def numbers_shape(layout: Layout, heads: int, parts: int) -> tuple[int, ...]:
-    return (layout.chunks, heads, layout.chunk) if parts else (heads, layout.tokens)
+        self.forward = Launcher(_forward, (layout.chunks * heads,), constants, aligned=aligned)
 
 
 def forward(
@@ -319,35 +256,9 @@ def forward(
         k: [B, T, H, K]; gain: [B, T, H]; ridge: [B, T, H].
         lengths: [B] int64 tokens of each row, the rest of which does nothing.
     """
-    shapes = (plan.shape, plan.log_decay, plan.shape)
-    weight, log_decay, energy = (torch.empty(shape, dtype=torch.float32, device=k.device) for shape in shapes)
+    weight, log_decay, energy = (torch.empty(shape, dtype=torch.float32, device=k.device) for shape in plan.shapes)
     plan.forward(
         k, gain, ridge, before.previous_key, before.previous_valid, before.tail_x, before.tail_valid, lengths,
         weight, log_decay, energy, *tables, *plan.numbers,
     )  # fmt: skip
     return weight, log_decay, energy
-
-
-def backward(
-    plan: Plan,
-    tables: Tables,
-    k: Tensor,
-    gain: Tensor,
-    ridge: Tensor | None,
-    before: Before,
-    lengths: Tensor | None,
-    energy: Tensor,
-    grad_weight: Tensor,
-    grad_log_decay: Tensor,
-    grad_k: Tensor,
-    grad_before: Before,
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of gain and ridge; adds to `grad_k` and, of `grad_before`, to previous key and tail of x."""
-    grad_gain = torch.empty_like(gain)
-    grad_ridge = None if ridge is None else torch.empty_like(ridge)
-    plan.backward(
-        k, gain, ridge, before.previous_key, before.previous_valid, before.tail_x, before.tail_valid, lengths, energy,
-        grad_weight, grad_log_decay, grad_k, grad_gain, grad_ridge, grad_before.previous_key, grad_before.tail_x,
-        *tables, *plan.numbers,
-    )  # fmt: skip
-    return grad_gain, grad_ridge
