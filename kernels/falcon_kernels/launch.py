@@ -34,8 +34,8 @@ TABLE = {
 WIDE = {  # 4-byte operands, on any card
     16: (Config(32, 8, 1), Config(32, 4, 1), Config(16, 4, 1)),
     32: (Config(32, 8, 1), Config(32, 4, 1), Config(16, 4, 1)),
-    64: (Config(32, 8, 1), Config(32, 4, 1), Config(16, 4, 1, 64)),
-    128: (Config(32, 8, 1), Config(32, 8, 1), Config(16, 8, 1, 64)),
+    64: (Config(16, 8, 1), Config(32, 4, 1), Config(16, 4, 1, 64)),
+    128: (Config(16, 8, 1), Config(32, 8, 1), Config(16, 8, 1, 64)),
     256: (Config(16, 8, 1), Config(16, 8, 1), Config(16, 8, 1, 64)),
 }
 
