@@ -108,7 +108,8 @@ def cases(group: Group) -> list[Case]:
     found = [Case("full card", full, 130, full), Case("holes", 5, 150, few, holes=True)]
     if group.K != group.V or group.K not in (64, 128, 256) or (group.timing, group.state) != ("after", "carried"):
         return [Case("T=65", few, 65, few), Case("T=1000", few, 1000, few), *found]
-    found += [Case(f"T={length}", few, length, few) for length in LENGTHS]
+    # A single token of a few heads has so few gains that one gradient near 0 is a large relative error.
+    found += [Case(f"T={length}", *((full, 1, full) if length == 1 else (few, length, few))) for length in LENGTHS]
     found += [Case(f"cosine {c}", few, 500, few, cosine=c) for c in (0.5, 0.9, 0.99, 1.0)]
     return [
         *found,

@@ -33,13 +33,15 @@ class Launcher:
         self.kernel, self.constants, self.flags = kernel, constants, flags
         self.grid = (*grid, 1, 1)[:3]
         self.aligned = aligned and KNOWN
-        self.ready: dict[tuple, tuple] = {}  # by flags: a compiled kernel, and its constants in order
+        self.ready: dict[tuple, tuple] = {}  # by flags: a kernel, which arguments are tensors, constants
 
     def __call__(self, *arguments, flags: tuple = ()) -> None:
         if flags in self.ready and not _observed():
-            compiled, constants = self.ready[flags]
+            compiled, tensors, constants = self.ready[flags]
             stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-            pointers = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in arguments]
+            pointers = list(arguments)
+            for i in tensors:
+                pointers[i] = pointers[i].data_ptr()
             compiled.run(
                 *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *constants
             )
@@ -48,4 +50,5 @@ class Launcher:
         compiled = self.kernel[self.grid](*arguments, **constants)
         if self.aligned and compiled is not None:  # the interpreter compiles nothing
             names = self.kernel.arg_names[len(arguments) :]
-            self.ready[flags] = compiled, tuple(constants[name] for name in names)
+            tensors = tuple(i for i, t in enumerate(arguments) if isinstance(t, torch.Tensor))
+            self.ready[flags] = compiled, tensors, tuple(constants[name] for name in names)

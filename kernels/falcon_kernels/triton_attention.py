@@ -6,7 +6,7 @@ to the same functions past the dispatcher; and all that follows from shapes and 
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, wraps
 
 import torch
 from torch import Tensor
@@ -69,56 +69,51 @@ class Plan:
 plan_of = lru_cache(maxsize=1024)(Plan)
 
 
-def _plan(tensors: list[Tensor | None], options: tuple, *others: Tensor | None) -> Plan:
-    """The plan for the op's own tensors; `others` are given to kernels too."""
+def _planned(arguments: Sequence) -> tuple[Plan, list[Tensor | None]]:
+    """The plan for an op's arguments, and its tensors as the kernels take them."""
+    tensors = [None if t is None else t.contiguous() for t in arguments[:TENSORS]]
+    options = arguments[TENSORS : TENSORS + OPTIONS.count(",") + 1]
     q, _, v, _, _, memory, *_, lengths, cu_seqlens = tensors
-    dtypes = tuple(None if t is None else t.dtype for t in tensors)
-    aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (*tensors, *others))
+    dtypes = tuple([None if t is None else t.dtype for t in tensors])
+    aligned = all([t is None or t.data_ptr() % 16 == 0 for t in tensors])
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return plan_of(
+    plan = plan_of(
         q.shape, v.shape[-1], dtypes, q.device, documents, lengths is not None, memory is not None, aligned,
         options[:-1], options[-1],
     )  # fmt: skip
+    return plan, tensors
 
 
-def _contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [None if t is None else t.contiguous() for t in tensors]
+def _on_its_device(run: Callable) -> Callable:
+    """`run`, of a plan and tensors, with their device current, which is where Triton launches."""
+
+    @wraps(run)
+    def guarded(plan, tensors, *rest):
+        q = tensors[0]
+        if not q.is_cuda or q.get_device() == torch._C._cuda_getDevice():
+            return run(plan, tensors, *rest)
+        with torch.cuda.device_of(q):
+            return run(plan, tensors, *rest)
+
+    return guarded
 
 
-def _on_its_device(place: int) -> Callable:
-    """A decorator that makes the device of argument number `place` current, which is where Triton launches."""
-
-    def decorate(run):
-        @wraps(run)
-        def guarded(*arguments):
-            tensor = arguments[place]
-            if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
-                return run(*arguments)
-            with torch.cuda.device_of(tensor):
-                return run(*arguments)
-
-        return guarded
-
-    return decorate
-
-
-@_on_its_device(0)
-def _forward(*arguments) -> tuple[Tensor | None, ...]:
-    """What the op returns, None for what is not wanted; arguments as in `GIVEN` and `OPTIONS`, then `final` and `keep`.
+@_on_its_device
+def _forward(plan: Plan, tensors: list[Tensor | None], final: bool, keep: bool) -> tuple[Tensor | None, ...]:
+    """What the op returns, None for what is not wanted.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, H, V]; gain, ridge: [B, T, H].
-        memory: [S, H, K, V] float32 from before the call, S being B or the number of documents; None for a fresh state,
-            with which go no previous keys and no tails.
-        previous_key: [S, H, K]; previous_valid: [S] bool; tail_x, tail_v: [S, W - 1, H, .]; tail_valid: [S, W - 1]
-            bool; 0 where not valid.
-        lengths: [B] int64 tokens of each row, the rest of which does nothing; cu_seqlens: [S + 1].
-        ridge_mode: a value of `triton_schedule.RIDGE`; direct: gain is the step size; before: read before the write.
+        tensors: those of `GIVEN`, contiguous.
+            q, k: [B, T, H, K]; v: [B, T, H, V]; gain, ridge: [B, T, H].
+            memory: [S, H, K, V] float32 from before the call, S being B or the number of documents; None for a fresh
+                state, with which go no previous keys and no tails.
+            previous_key: [S, H, K]; previous_valid: [S] bool; tail_x, tail_v: [S, W - 1, H, .]; tail_valid: [S, W - 1]
+                bool; 0 where not valid.
+            lengths: [B] int64 tokens of each row, the rest of which does nothing; cu_seqlens: [S + 1].
         final, keep: whether the final memory, and what the backward needs, are wanted.
     """
-    tensors, final, keep = _contiguous(arguments[:TENSORS]), arguments[-2], arguments[-1]
     q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = tensors
-    plan, before = _plan(tensors, arguments[TENSORS:-2]), Before(*rest)
+    before = Before(*rest)
     tables = NO_TABLES if cu_seqlens is None else plan.layout.tables(cu_seqlens)
     weight, log_decay, energy = triton_schedule.forward(plan.schedule, tables, k, gain, ridge, before, lengths)
     output = torch.empty_like(v)
@@ -136,6 +131,48 @@ def _forward(*arguments) -> tuple[Tensor | None, ...]:
         )
         kept = (None, states, None)
     return output, final_memory, weight, log_decay, energy, *kept
+
+
+@_on_its_device
+def _backward(
+    plan: Plan,
+    tensors: list[Tensor | None],
+    kept: Sequence[Tensor],
+    grad_output: Tensor | None,
+    grad_final: Tensor | None,
+) -> list[Tensor]:
+    """Gradients of what is given among `DIFFERENTIABLE`, in that order; `kept` are `_forward`'s results but two."""
+    q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = tensors
+    grad_output = torch.zeros_like(v) if grad_output is None else _aligned(grad_output.to(v.dtype).contiguous())
+    grad_final = None if grad_final is None else _aligned(grad_final.float().contiguous())
+    kept = [_aligned(t) for t in kept]
+    before = Before(*rest)
+    tables = NO_TABLES if cu_seqlens is None else plan.layout.tables(cu_seqlens)
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    grad_memory = None if memory is None else torch.empty_like(memory)
+    grad_before = Before()
+    if plan.carried:  # documents without tokens are not visited
+        key, _, tail_x, tail_v, _ = (None if t is None else torch.zeros_like(t) for t in before)
+        grad_before = Before(key, None, tail_x, tail_v)
+    grad_gain, grad_ridge = torch.empty_like(gain), None if ridge is None else torch.empty_like(ridge)
+    if plan.residual:
+        triton_regression.backward(
+            plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, kept,
+            (grad_q, grad_k, grad_v, grad_gain, grad_ridge), grad_memory, grad_before.previous_key,
+        )  # fmt: skip
+    else:
+        weight, log_decay, energy, _, states, _ = kept
+        triton_additive.backward(
+            plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, weight, log_decay,
+            energy, states, (grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory), grad_before,
+        )  # fmt: skip
+    found = (grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory)
+    return [t for t in (*found, grad_before.previous_key, *grad_before[2:4]) if t is not None]
+
+
+def _aligned(tensor: Tensor | None) -> Tensor | None:
+    """As a plan's launches may expect of what is not among the op's own tensors."""
+    return tensor if tensor is None or tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _fake(*arguments):
@@ -160,38 +197,6 @@ def _fake(*arguments):
     return v.new_empty(v.shape), memory, *three, inverse, states, residuals
 
 
-@_on_its_device(2)
-def _backward(grad_output: Tensor | None, grad_final: Tensor | None, *arguments) -> list[Tensor]:
-    """Gradients of what is given among `DIFFERENTIABLE`, in that order; after the arguments, what `_forward` kept."""
-    tensors, kept = _contiguous(arguments[:TENSORS]), arguments[TENSORS : TENSORS + KEPT]
-    q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = tensors
-    grad_output = torch.zeros_like(v) if grad_output is None else grad_output.to(v.dtype).contiguous()
-    grad_final = None if grad_final is None else grad_final.float().contiguous()
-    plan = _plan(tensors, arguments[TENSORS + KEPT :], grad_output, grad_final, *kept)
-    before = Before(*rest)
-    tables = NO_TABLES if cu_seqlens is None else plan.layout.tables(cu_seqlens)
-    grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (q, k, v))
-    grad_memory = None if memory is None else torch.empty_like(memory)
-    grad_before = Before()
-    if plan.carried:  # documents without tokens are not visited
-        key, _, tail_x, tail_v, _ = (None if t is None else torch.zeros_like(t) for t in before)
-        grad_before = Before(key, None, tail_x, tail_v)
-    grad_gain, grad_ridge = (None if t is None else torch.empty_like(t) for t in (gain, ridge))
-    if plan.residual:
-        triton_regression.backward(
-            plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, kept,
-            (grad_q, grad_k, grad_v, grad_gain, grad_ridge), grad_memory, grad_before.previous_key,
-        )  # fmt: skip
-    else:
-        weight, log_decay, energy, _, states, _ = kept
-        triton_additive.backward(
-            plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, weight, log_decay,
-            energy, states, (grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory), grad_before,
-        )  # fmt: skip
-    found = (grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory)
-    return [t for t in (*found, grad_before.previous_key, *grad_before[2:4]) if t is not None]
-
-
 def _fake_backward(grad_output, grad_final, *arguments):
     return [arguments[i].new_empty(arguments[i].shape) for i in DIFFERENTIABLE if arguments[i] is not None]
 
@@ -200,14 +205,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plain, *arguments):
         if plain:
-            found = _forward(*arguments[:-1], True)
+            ctx.plan, tensors = _planned(arguments)
+            found = _forward(ctx.plan, tensors, arguments[-2], True)
         else:
+            ctx.plan, tensors = None, arguments[:TENSORS]
             with torch._C._AutoDispatchBelowAutograd():
                 found = attention_op(*arguments[:-1], True)
-        ctx.save_for_backward(*arguments[:TENSORS], *found[2:])
+        ctx.save_for_backward(*tensors, *found[2:])
         ctx.options = arguments[TENSORS:-2]
-        ctx.run = _backward if plain else attention_backward_op
-        ctx.mark_non_differentiable(*(t for t in found[2:] if t is not None))
+        ctx.mark_non_differentiable(*[t for t in found[2:] if t is not None])
         ctx.set_materialize_grads(False)
         return found
 
@@ -216,7 +222,11 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("falcon_attention with impl='triton' has no second derivatives; use impl='torch'.")
         saved = ctx.saved_tensors
-        grads = iter(ctx.run(grad_output, grad_final, *saved, *ctx.options))
+        if ctx.plan is None:
+            found = attention_backward_op(grad_output, grad_final, *saved, *ctx.options)
+        else:
+            found = _backward(ctx.plan, saved[:TENSORS], saved[TENSORS:], grad_output, grad_final)
+        grads = iter(found)
         result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         for i in DIFFERENTIABLE:
             if saved[i] is not None:
@@ -229,12 +239,18 @@ def _with_gradients(arguments) -> bool:
 
 
 def attention(*arguments) -> tuple[Tensor, Tensor | None]:
-    """Output and, where `final`, memory; arguments as in `_forward` without `keep`."""
+    """Output and, where `final`, memory.
+
+    Args:
+        arguments: `GIVEN`, as in `_forward`; `OPTIONS`, of which ridge_mode is a value of `triton_schedule.RIDGE`,
+            direct has gain be the step size, and before reads before the write; then `final`.
+    """
     arguments = (*arguments, False)
     if torch.compiler.is_compiling() or not is_plain(arguments[0]):
         return attention_op(*arguments)[:2]
-    run = partial(_Attention.apply, True) if _with_gradients(arguments) else _forward
-    return run(*arguments)[:2]
+    if _with_gradients(arguments):
+        return _Attention.apply(True, *arguments)[:2]
+    return _forward(*_planned(arguments), arguments[-2], False)[:2]
 
 
 def _autograd(*arguments):
@@ -246,12 +262,18 @@ def _autograd(*arguments):
 
 def _op(*arguments):
     """`_forward` for the dispatcher, which knows no absent results."""
-    return tuple(arguments[0].new_empty(0) if t is None else t for t in _forward(*arguments))
+    found = _forward(*_planned(arguments), *arguments[-2:])
+    return tuple(arguments[0].new_empty(0) if t is None else t for t in found)
+
+
+def _backward_op(grad_output, grad_final, *arguments):
+    plan, tensors = _planned((*arguments[:TENSORS], *arguments[TENSORS + KEPT :]))
+    return _backward(plan, tensors, arguments[TENSORS : TENSORS + KEPT], grad_output, grad_final)
 
 
 for _device in ("CPU", "CUDA"):
     LIBRARY.impl("attention", _op, _device)
-    LIBRARY.impl("attention_backward", _backward, _device)
+    LIBRARY.impl("attention_backward", _backward_op, _device)
 LIBRARY.impl("attention", _autograd, "Autograd")
 torch.library.register_fake(f"{NAMESPACE}::attention", _fake, lib=LIBRARY)
 torch.library.register_fake(f"{NAMESPACE}::attention_backward", _fake_backward, lib=LIBRARY)
