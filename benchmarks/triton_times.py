@@ -1,180 +1,221 @@
-"""Times of the Triton kernels on a GPU beside the PyTorch form and the bytes' floor.
+"""Times of the Triton kernels on a GPU, kernel by kernel, and of other ways to launch them.
 
-    python benchmarks/triton_times.py [--rules falcon_1a falcon_3a] [--tune]
+    python benchmarks/triton_times.py [--rules falcon_1a falcon_3a] [--shapes 8x4096x16x128] [--tune] [--jobs 16]
 
-Two times are given: of the GPU alone (replay of a CUDA graph) and as called, with the host's part. The floor is every
-input read and every result written once at the bandwidth of a large copy.
+Everything is compiled first, in many processes; then one call after another is timed, alone on the device: as called
+(medians of synchronised calls, the host's part included) and on the GPU (sum of the kernels in a profile). `--tune`
+times each launch of a forward and backward again under other options, and compares what it writes with what the shipped
+options write; it changes nothing, launch.py is edited by hand.
 """
 
 import argparse
-import json
+import os
 import statistics
+import subprocess
+import sys
 import time
-from functools import partial
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import torch
-from falcon_kernels import Rule, falcon_attention, launch, triton_api, triton_attention
-from falcon_kernels.launch import Config
 
-RESULT = Path(__file__).parent / "results" / "triton_scalar_rules.json"
-BYTES_PER_SECOND = 4.3e12
-TIMED = ((32, 1024, 12, 64), (8, 4096, 16, 128), (1, 32768, 16, 128))
-CANDIDATES = [Config(tile, warps, stages) for tile in (32, 64, 128) for warps in (4, 8) for stages in (1, 2, 3)]
+sys.path.insert(0, str(Path(__file__).parent))
+from falcon_kernels.launcher import Launcher
+from report import report
+from scalar_rules import OURS, SHAPES, build
 
-
-def inputs(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
-    """q, k, v, gain, ridge: RMS-normalized features, decays of a few to a few hundred tokens."""
-    B, T, H, K = shape
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def normal(*size):
-        return torch.randn(*size, generator=generator, device="cuda")
-
-    q, k = (torch.nn.functional.rms_norm(normal(B, T, H, K), (K,)).to(dtype) for _ in range(2))
-    gain, ridge = 2 * torch.sigmoid(normal(B, T, H)), torch.sigmoid(normal(B, T, H) - 3)
-    return [t.requires_grad_() for t in (q, k, normal(B, T, H, K).to(dtype), gain, ridge)]
+OVER_CHUNKS = ("_pass", "_reverse_pass", "_carry", "_reverse")  # kernels with a tile of value channels a program
+WIDE_ONLY = ("_pass", "_reverse_pass")  # those whose narrower tiles read past their shared memory
 
 
-def milliseconds(run, repeats: int = 20) -> float:
-    """Median time as called."""
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+def calls(rule: str, shape: str):
+    """Functions of no arguments: the forward alone, and forward and backward."""
+    forward, leaves = build(rule, SHAPES[shape])
+    cotangent = torch.randn_like(forward())
 
-
-def graph_milliseconds(run) -> float | None:
-    """Median time of the GPU alone, or None where the work cannot be captured."""
-    try:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        return milliseconds(graph.replay)
-    except RuntimeError as problem:
-        print(f"  no graph: {str(problem).splitlines()[0][:120]}")
-        torch.cuda.synchronize()
-        return None
-
-
-def kernel_times(run) -> dict[str, float]:
-    """Milliseconds of each kernel in one call."""
-    run()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    times = {e.key[:60]: e.device_time_total / 1e3 for e in profile.key_averages() if e.device_time_total > 0}
-    return dict(sorted(times.items(), key=lambda item: -item[1])[:14])
-
-
-def time_shape(rule: Rule, shape: tuple[int, ...], with_torch: bool) -> dict:
-    B, T, H, K = shape
-    given = inputs(shape, torch.bfloat16)
-    cotangent = torch.randn(B, T, H, K, device="cuda").bfloat16()
-
-    def forward(impl):
+    def alone():
         with torch.no_grad():
-            return falcon_attention(*given, rule=rule, impl=impl).output
+            forward()
 
-    def both(impl):
-        return torch.autograd.grad(falcon_attention(*given, rule=rule, impl=impl).output, given, cotangent)
+    return alone, lambda: torch.autograd.grad(forward(), leaves, cotangent)
 
-    start = time.perf_counter()
-    both("triton")
-    torch.cuda.synchronize()
-    row = {"rule": rule.name, "shape": shape, "first call, s": time.perf_counter() - start}
+
+def milliseconds(run, repeats: int = 25) -> float:
+    """Median time as called."""
+    times = []
+    for _ in range(repeats + 5):
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[5:]) * 1e3
+
+
+def kernel_milliseconds(run, repeats: int = 5) -> dict[str, float]:
+    """Time of each kernel in one call, longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    found = {e.key[:40]: e.self_device_time_total / repeats / 1e3 for e in profile.key_averages()}
+    return dict(sorted(((n, t) for n, t in found.items() if t > 0), key=lambda item: -item[1]))
+
+
+def time_one(rule: str, shape: str) -> tuple[dict[str, object], dict[str, dict[str, float]]]:
+    forward, both = calls(rule, shape)
+    row: dict[str, object] = {"rule": rule, "shape": shape}
+    kernels = {}
+    for what, run in (("forward", forward), ("both", both)):
+        row[f"{what} called, ms"] = milliseconds(run)
+        kernels[what] = kernel_milliseconds(run)
+        row[f"{what} GPU, ms"] = sum(kernels[what].values())
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    both("triton")
+    both()
     torch.cuda.synchronize()
-    row["peak extra, MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-    number = B * T * H * K * 2
-    for name, run, tensors in (("forward", forward, 4), ("both", both, 11)):
-        floor = (tensors * number + B * T * H * 8 * (1 if name == "forward" else 3)) / BYTES_PER_SECOND * 1e3
-        as_called, alone = (measure(partial(run, "triton")) for measure in (milliseconds, graph_milliseconds))
-        row |= {f"{name}, ms": alone, f"{name} as called, ms": as_called, f"{name} floor, ms": floor}
-        row[f"{name} over floor"] = (alone or as_called) / floor
-        if with_torch:
+    row["extra MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    return row, kernels
+
+
+def launches(both) -> list[tuple]:
+    """Kernel, grid, arguments and constants of every launch in one call."""
+    found = []
+    usual = Launcher.__call__
+
+    def noted(self, *arguments, flags=()):
+        found.append((self.kernel, self.grid, arguments, self.constants | dict(zip(self.flags, flags, strict=True))))
+        usual(self, *arguments, flags=flags)
+
+    both()
+    Launcher.__call__ = noted
+    try:
+        both()
+    finally:
+        Launcher.__call__ = usual
+    torch.cuda.synchronize()
+    return found
+
+
+def candidates(name: str, grid: tuple[int, ...], constants: dict) -> list[tuple[dict, tuple[int, ...]]]:
+    """Other options, and the grid that goes with them; the shipped ones first."""
+    found = [({}, grid)]
+    stages_of = (1, 2, 3) if name in OVER_CHUNKS else (1,)
+    for warps, stages, registers in product((4, 8), stages_of, (None, 168, 128)):
+        found.append(({"num_warps": warps, "num_stages": stages, "maxnreg": registers}, grid))
+    if name in OVER_CHUNKS:
+        width, tile = constants["V"], constants["BV"]
+        programs = grid[0] // -(-width // tile)
+        for other in (64, 128) if name in WIDE_ONLY else (16, 32, 64, 128):
+            if other != tile and other <= width:
+                found.append(({"BV": other}, (programs * -(-width // other), 1, 1)))
+    return found
+
+
+def tune(rule: str, shape: str, part: tuple[int, int] | None) -> None:
+    """Prints, for every kernel, its best options; or compiles a part of the candidates and prints nothing."""
+    number = 0
+    for kernel, grid, arguments, constants in launches(calls(rule, shape)[1]):
+        before = [t.clone() if isinstance(t, torch.Tensor) else t for t in arguments]
+        shipped, rows = None, []
+        for options, cut in candidates(kernel.fn.__name__, grid, constants):
+            number += 1
+            these = {n: c for n, c in (constants | options).items() if c is not None}
+            if part:
+                if number % part[1] == part[0]:
+                    with suppress(Exception):  # said where it is timed
+                        kernel.warmup(*arguments, grid=cut, **these)
+                continue
             try:
-                theirs = milliseconds(partial(run, "torch"), repeats=5)
-                row |= {f"{name} torch, ms": theirs, f"{name} torch over ours": theirs / as_called}
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
-                row[f"{name} torch, ms"] = None
-    row["kernels"] = kernel_times(lambda: both("triton"))
-    return row
+                spent, written = timed(kernel, cut, arguments, before, these)
+            except RuntimeError as problem:
+                print(f"{rule} {shape} {kernel.fn.__name__} {options}: {str(problem).splitlines()[0][:80]}")
+                continue
+            shipped = shipped or written
+            off = max((difference(a, b) for a, b in zip(written, shipped, strict=True)), default=0.0)
+            rows.append((spent, off, options))
+        if rows:
+            fastest = sorted(rows, key=lambda row: row[0])[:5]
+            best = "; ".join(f"{spent:.3f} ms, off {off:.0e} {options}" for spent, off, options in fastest)
+            print(f"{rule} {shape} {kernel.fn.__name__}: shipped {rows[0][0]:.3f} ms; {best}", flush=True)
 
 
-def tune(name: str) -> list[dict]:
-    """GPU times of other launch configurations, each checked against the shipped one; the table is left as it was."""
-    rows = []
-    for shape in TIMED:
-        key = ("large", 2, shape[3])
-        shipped = launch.TABLE[key]
-        given = inputs(shape, torch.bfloat16)
-        cotangent = torch.randn(*shape, device="cuda").bfloat16()
+def timed(kernel, grid, arguments, before, constants) -> tuple[float, list[torch.Tensor]]:
+    """Milliseconds of one launch, and its tensors after the first."""
 
-        def both(given=given, cotangent=cotangent):
-            return torch.autograd.grad(
-                falcon_attention(*given, rule=Rule(name), impl="triton").output, given, cotangent
-            )
+    def run():
+        kernel[grid](*arguments, **constants)
 
-        want = both()
-        for index, kernel in enumerate(("_pass", "_reverse_pass", "_chunk_backward")):
-            for config in CANDIDATES:
-                if config.value_tile > shape[3]:
-                    continue
-                launch.TABLE[key] = (*shipped[:index], config, *shipped[index + 1 :])
-                triton_attention.plan_of.cache_clear()
-                try:
-                    off = max(((a - b).norm() / b.norm()).item() for a, b in zip(both(), want, strict=True))
-                    times = kernel_times(both)
-                    spent = sum(t for n, t in times.items() if n == kernel)
-                    row = {"shape": shape, "kernel": kernel, **config._asdict(), "ms": spent, "off": off}
-                    row["shipped"] = config == shipped[index]
-                except Exception as problem:
-                    row = {"shape": shape, "kernel": kernel, **config._asdict(), "failed": str(problem)[:80]}
-                rows.append({"rule": name, **row})
-                print(rows[-1], flush=True)
-        launch.TABLE[key] = shipped
-        triton_attention.plan_of.cache_clear()
-    return rows
+    for t, old in zip(arguments, before, strict=True):
+        if isinstance(t, torch.Tensor):
+            t.copy_(old)
+    run()
+    written = [t.clone() for t in arguments if isinstance(t, torch.Tensor)]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(4):
+        start.record()
+        for _ in range(3):
+            run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 3)
+    return min(times), written
+
+
+def difference(have: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative RMS difference of what both have filled."""
+    if not have.is_floating_point():
+        return float(not torch.equal(have, want))
+    filled = want.isfinite()
+    off = torch.where(filled, have.double() - want.double(), 0.0).norm()
+    return (off / torch.where(filled, want.double(), 0.0).norm().clamp_min(1e-30)).item()
+
+
+def side_by_side(commands: list[list[str]], jobs: int) -> None:
+    """This script with each of the arguments, so many at a time."""
+    running: list[subprocess.Popen] = []
+    for command in commands:
+        while sum(process.poll() is None for process in running) >= jobs:
+            time.sleep(0.1)
+        running.append(subprocess.Popen([sys.executable, __file__, *command]))
+    for process in running:
+        process.wait()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rules", nargs="+", default=list(triton_api.RULES))
-    parser.add_argument("--tune", action="store_true", help="also time other launch configurations")
-    options = parser.parse_args()
-    begun = time.perf_counter()
-
-    times = []
-    for name in options.rules:
-        for shape in TIMED:
-            row = time_shape(Rule(name), shape, with_torch=time.perf_counter() - begun < 150)
-            times.append(row)
-            print("; ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
-            torch.cuda.empty_cache()
-
-    tuned = [row for name in options.rules if options.tune for row in tune(name)]
-
-    RESULT.parent.mkdir(exist_ok=True)
-    facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "bytes per second": BYTES_PER_SECOND}
-    RESULT.write_text(json.dumps({"environment": facts, "times": times, "tuning": tuned}, indent=1) + "\n")
-    print(f"written to {RESULT} after {time.perf_counter() - begun:.0f} s")
+    parser.add_argument("--rules", nargs="+", default=list(OURS), choices=OURS)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    pairs = [(rule, shape) for shape in arguments.shapes for rule in arguments.rules]
+    if arguments.part:
+        if arguments.tune:
+            tune(*pairs[0], tuple(arguments.part))
+        else:
+            for run in calls(*pairs[0]):
+                run()
+        return
+    one = [["--rules", rule, "--shapes", shape] for rule, shape in pairs]
+    side_by_side([[*command, "--part", "0", "1"] for command in one], arguments.jobs)
+    rows, kernels = [], {}
+    for rule, shape in pairs:
+        row, kernels[f"{rule}@{shape}"] = time_one(rule, shape)
+        rows.append(row)
+        print(f"{rule} {shape}: " + ", ".join(f"{n} {t:.3f}" for n, t in kernels[f"{rule}@{shape}"]["both"].items()))
+        torch.cuda.empty_cache()
+    report("triton_times", "bfloat16; the GPU's times are sums over kernels", rows, kernels=kernels)
+    if arguments.tune:
+        parts = str(arguments.jobs)
+        side_by_side(
+            [[*command, "--tune", "--part", str(i), parts] for command in one for i in range(arguments.jobs)],
+            arguments.jobs,
+        )
+        for rule, shape in pairs:
+            tune(rule, shape, None)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,10 @@ def configs(device: torch.device | str, operand_bytes: int, key_tile: int, tile:
     if tile <= 64:
         return found
     most = 64 if kind == "large" and operand_bytes == 2 else 32
-    return tuple(c._replace(value_tile=min(c.value_tile, most), warps=8, stages=1, registers=None) for c in found)
+    forward, reverse, backward = (
+        c._replace(value_tile=min(c.value_tile, most), warps=8, stages=1, registers=None) for c in found
+    )
+    return forward, reverse, backward
 
 
 def regression(device: torch.device, operand_bytes: int, key_tile: int) -> Regression:

@@ -204,11 +204,12 @@ def _fake_backward(grad_output, grad_final, *arguments):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plain, *arguments):
+        tensors: Sequence[Tensor | None] = arguments[:TENSORS]
+        ctx.plan = None
         if plain:
-            ctx.plan, tensors = _planned(arguments)
-            found = _forward(ctx.plan, tensors, arguments[-2], True)
+            ctx.plan, tensors = planned = _planned(arguments)
+            found = _forward(*planned, arguments[-2], True)
         else:
-            ctx.plan, tensors = None, arguments[:TENSORS]
             with torch._C._AutoDispatchBelowAutograd():
                 found = attention_op(*arguments[:-1], True)
         ctx.save_for_backward(*tensors, *found[2:])
