@@ -304,6 +304,27 @@ def test_one_graph_with_gradients_from_a_fresh_state_under_autocast():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("card", ["large", "safe"])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 96)])
+@pytest.mark.parametrize("name", ["falcon_1", "falcon_1a", "falcon_3a"])
+def test_bfloat16_inputs(name, K, V, card, monkeypatch):
+    """With the tiles and configurations of either kind of card, where there is none."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(launch, "card", lambda device: (card, 1))
+    rule = Rule(name)
+    inputs, state = inputs_of(rule, 70, H=1, K=K, V=V), state_of(rule, H=1, K=K, V=V)
+
+    def half(name, t):
+        return (
+            t.detach().bfloat16().requires_grad_() if name in ("q", "k", "v", "previous_key", "tail_x", "tail_v") else t
+        )
+
+    inputs = {n: half(n, t) for n, t in inputs.items()}
+    state = state._replace(**{n: half(n, t) for n, t in state._asdict().items() if t is not None})
+    have, grads = compare(rule, inputs, state, forward=5e-3, gradient=1e-2)
+    assert have.output.dtype == grads["q"].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("rule", "dtype", "message"),
     [
