@@ -209,15 +209,22 @@ def _tensors(cache: Cache, config: Any) -> dict[str, Tensor]:
             raise ValueError(f"cache has read no tokens at layer {index}; a memory needs at least one.")
         if isinstance(layer, FalconFastWeightCacheLayer):
             named = {**layer.state._asdict(), "conv_window": layer.conv_window}
-            sizes = config.num_attention_heads, config.head_dim, config.value_head_dim
-            expected = FalconState.shapes(config.rule_object, layer.state.memory.shape[0], *sizes)
-            shapes = tuple(None if tensor is None else tuple(tensor.shape) for tensor in layer.state)
-            if shapes != expected or (layer.conv_window is None) != (config.conv_size == 0):
-                raise ValueError(f"cache has states of shapes {shapes} at layer {index}; this model's are {expected}.")
+            expected = _shapes(config, layer.state.memory.shape[0])
+            shapes = {name: tuple(tensor.shape) for name, tensor in named.items() if tensor is not None}
+            if shapes != expected:
+                raise ValueError(f"cache has {shapes} at layer {index}; a memory of this model has {expected}.")
         else:
             named = {"keys": layer.keys, "values": layer.values}
         tensors |= {f"layers.{index}.{name}": tensor for name, tensor in named.items()}
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
+
+
+def _shapes(config: Any, rows: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of what a fast-weight layer keeps."""
+    heads, keys, values = config.num_attention_heads, config.head_dim, config.value_head_dim
+    state = FalconState(*FalconState.shapes(config.rule_object, rows, heads, keys, values))
+    window = (rows, config.conv_size - 1, heads * (2 * keys + values)) if config.conv_size else None
+    return {name: shape for name, shape in {**state._asdict(), "conv_window": window}.items() if shape is not None}
 
 
 def _cache(tensors: dict[str, Tensor], length: int, model: PreTrainedModel) -> Cache:

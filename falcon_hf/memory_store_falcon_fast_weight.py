@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .cache_falcon_fast_weight import falcon_cache
+from .cache_falcon_fast_weight import CACHE_NAME, falcon_cache
 from .memory_falcon_fast_weight import model_hash, pack, unpack, write_atomically
 
 OWN_ARGUMENTS = ("past_key_values", "cache", "inputs_embeds", "cache_implementation", "use_cache")
@@ -119,7 +119,10 @@ class MemoryStore:
                     data = self._shelf.read(name)
                 if data is None:
                     continue
-                return unpack(data, self.model, name, input_ids), length
+                cache = unpack(data, self.model, name, input_ids)
+                if cache.get_seq_length() != length:
+                    raise ValueError(f"{name!r} is the memory of {cache.get_seq_length()} tokens, not of {length}.")
+                return cache, length
             except (OSError, ValueError) as error:
                 warnings.warn(f"A memory is dropped from the store: {error}", stacklevel=2)
                 with self._lock, suppress(OSError):
@@ -179,9 +182,9 @@ class MemoryStore:
         output = model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
-            past_key_values=cache,
             logits_processor=processors,
             use_cache=True,
+            **{CACHE_NAME: cache},
             **kwargs,
         )
         if after_prompt.copy is not None:
