@@ -412,7 +412,7 @@ def test_the_least_recently_used_make_room(folder):
     model = small()
     prompts = [tokens(1, 6, seed=seed) for seed in range(5)]
     size = len(pack(read(model, prompts[0]), model, prompts[0]))
-    store = MemoryStore(model, 3 * size + 10, folder)
+    store = MemoryStore(model, 3 * size, folder)
 
     def kept():
         """Indices of what is in the store; put back in the order that they had."""
@@ -424,14 +424,25 @@ def test_the_least_recently_used_make_room(folder):
     assert store.longest_prefix(prompts[0])[1] == 6  # now the newest
     assert store.put(prompts[3], read(model, prompts[3]))
     assert kept() == [0, 2, 3]
-    assert store.put(prompts[0], read(model, prompts[0]))  # replaces itself, and is the newest again
-    assert len(store) == 3
+    for i in (3, 0):  # they replace themselves and nothing else, and are the newest again
+        assert store.put(prompts[i], read(model, prompts[i]))
+        assert len(store) == 3
     assert store.put(prompts[4], read(model, prompts[4]))
     assert kept() == [0, 3, 4]
     assert store.nbytes == 3 * size
-    rows = MemoryStore(model, size - 1, folder)
-    assert not rows.put(prompts[1], read(model, prompts[1]))
-    assert kept() == [0, 3, 4]
+
+
+def test_bytes_are_counted_exactly(folder):
+    model = small()
+    prompts = [tokens(1, 6, seed=seed) for seed in range(3)]
+    size = len(pack(read(model, prompts[0]), model, prompts[0]))
+    store = MemoryStore(model, 3 * size - 1, folder)
+    for prompt, expected in zip(prompts, (1, 2, 2), strict=True):
+        assert store.put(prompt, read(model, prompt))
+        assert len(store) == expected
+    store.max_bytes = size - 1
+    assert not store.put(prompts[0], read(model, prompts[0]))
+    assert len(store) == 2
 
 
 def test_a_store_keeps_to_its_bytes_when_sizes_differ(folder):
@@ -582,6 +593,17 @@ def test_samples_and_beams_start_from_one_memory(case):
         assert counter.prompt() == 3
         assert store.longest_prefix(ids)[0].get_seq_length() == 11
         assert_close_to_reading(store, model, ids)
+
+
+def test_threads_generate_from_one_document(folder):
+    model, document = small(), tokens(1, 8)
+    prompts = [torch.cat([document, tokens(1, 3, seed=seed)], 1) for seed in range(8)]
+    expected = [greedy(model, prompt).tolist() for prompt in prompts]
+    store = MemoryStore(model, PLENTY, folder)
+    store.read(document)
+    with ThreadPoolExecutor(4) as pool:
+        assert [text.tolist() for text in pool.map(lambda prompt: greedy(store, prompt), prompts)] == expected
+    assert len(store) == 9
 
 
 def test_generate_hands_its_options_on():
