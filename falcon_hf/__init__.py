@@ -10,6 +10,8 @@ from transformers import (
 
 from .cache_falcon_fast_weight import cache_nbytes, falcon_cache
 from .configuration_falcon_fast_weight import FalconFastWeightConfig
+from .memory_falcon_fast_weight import load_memory, save_memory
+from .memory_store_falcon_fast_weight import MemoryStore
 from .modeling_falcon_fast_weight import (
     FalconFastWeightAttention,
     FalconFastWeightForCausalLM,
@@ -35,6 +37,9 @@ __all__ = [
     "FalconFastWeightForTokenClassification",
     "FalconFastWeightModel",
     "FalconFastWeightPreTrainedModel",
+    "MemoryStore",
     "cache_nbytes",
     "falcon_cache",
+    "load_memory",
+    "save_memory",
 ]

@@ -151,6 +151,11 @@ class FalconFastWeightAttention(nn.Module):
         slot = None if cache is None else layer_state(cache, self.layer_idx, self.config)
         if slot is not None and not slot.is_initialized:
             slot.lazy_initialization(*self._empty(q.shape[0], v))
+        if slot is not None and slot.state.memory.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"cache has {slot.state.memory.shape[0]} rows, but the input has {q.shape[0]}; they must be as many, "
+                "which cache.batch_repeat_interleave can bring about."
+            )
         q, k, v, window = self._convolve(q, k, v, slot, rows, age)
         q = self._features(q.unflatten(-1, (self.num_heads, self.head_dim)))
         k = self._features(k.unflatten(-1, (self.num_heads, self.head_dim)))
@@ -634,6 +639,15 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         if isinstance(model_kwargs.get(CACHE_NAME), Cache):
             fit_cache(model_kwargs[CACHE_NAME], self.config)
+        if isinstance(given, Cache):
+            mask = model_kwargs.get("attention_mask")  # 5.24 drops one without padding and notes its length
+            length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+            read = given.get_seq_length()
+            if length is not None and length <= read:
+                raise ValueError(
+                    f"attention_mask, by default that of input_ids, is for {length} tokens, but cache has read {read}; "
+                    "it must be for those and at least one more."
+                )
 
     @staticmethod
     def create_masks_for_generate(

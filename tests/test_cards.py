@@ -62,3 +62,10 @@ def test_readme_table_of_the_chunked_form():
     for row in results("torch_form")["rows"]:
         line = f"| {row['torch form, ms']:.0f} | {row['ratio']:.1f} | {row['loop over torch form']:.0f} |"
         assert line in readme, line
+
+
+def test_readme_size_of_a_memory():
+    short, long = results("decoding")["rows"]
+    assert short["state, bytes"] == long["state, bytes"]
+    readme = (ROOT / "README.md").read_text()
+    assert f"{short['state, bytes']:,} bytes, after {short['context']} tokens as after {long['context']:,}" in readme
