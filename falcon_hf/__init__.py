@@ -10,6 +10,7 @@ from transformers import (
 
 from .cache_falcon_fast_weight import cache_nbytes, falcon_cache
 from .configuration_falcon_fast_weight import FalconFastWeightConfig
+from .inspection_falcon_fast_weight import MemoryTrace, inspect_memory
 from .memory_falcon_fast_weight import load_memory, save_memory
 from .memory_store_falcon_fast_weight import MemoryStore
 from .modeling_falcon_fast_weight import (
@@ -38,8 +39,10 @@ __all__ = [
     "FalconFastWeightModel",
     "FalconFastWeightPreTrainedModel",
     "MemoryStore",
+    "MemoryTrace",
     "cache_nbytes",
     "falcon_cache",
+    "inspect_memory",
     "load_memory",
     "save_memory",
 ]

@@ -1,4 +1,4 @@
-"""The `falcon-hf` command: text from a checkpoint, and what a checkpoint is."""
+"""The `falcon-hf` command: text from a checkpoint, what a checkpoint is, and what its memories do with a text."""
 
 import re
 import sys
@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from .inspection_falcon_fast_weight import MemoryTrace
     from .modeling_falcon_fast_weight import FalconFastWeightAttention
 
 BUNDLED = "falcon-3a.3-tiny"
 INTERRUPTED = 130
+LONGEST_PICTURE = 2000  # tokens
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 EQUATIONS = {
     "falcon_1": "S = γ S + η x (v - Sᵀx)ᵀ",
@@ -174,13 +176,63 @@ def info(
         falcon-hf info --model runs/my-model
     """
     network, _ = _load(model, device, dtype, trust_remote_code)
-    if network.config.model_type != "falcon_fast_weight":
-        raise UserError(
-            f"--model is {model!r}, of type {network.config.model_type}; "
-            "info is for checkpoints of type falcon_fast_weight."
-        )
+    _check_type(network, model, "info")
     for name, value in _facts(network):
         print(f"{name:<18} {value}")
+
+
+@app.command()
+def inspect(
+    text: Annotated[
+        str | None, typer.Argument(help="The text to read; read from standard input where it is left out.")
+    ] = None,
+    model: Model = BUNDLED,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The picture, a .png; an older one is replaced.")
+    ] = Path("memory.png"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Draw what the memories of a checkpoint do while it reads a text.
+
+    The picture has the surprise of each token, how far each head's memory was from the value that came, and how long
+    each head keeps what it wrote. Needs matplotlib: pip install "falcon-hf[plots]".
+
+    **Examples**
+
+        falcon-hf inspect "A pointer holds an address. A null pointer holds none."
+
+        falcon-hf inspect --model runs/my-model --output chapter.png < chapter.txt
+    """
+    draw = _draw()
+    if output.suffix.lower() != ".png":
+        raise UserError(f"--output is {str(output)!r}; it must end in .png.")
+    if not output.parent.is_dir():
+        raise UserError(f"--output is {str(output)!r}, but there is no folder {str(output.parent)!r}.")
+    text = _read_prompt(text, "text")
+    network, tokenizer = _load(model, device, dtype, trust_remote_code)
+    _check_type(network, model, "inspect")
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    if ids.shape[1] < 2:
+        raise UserError("the text is shorter than two tokens; give more of it.")
+    if ids.shape[1] > LONGEST_PICTURE:
+        raise UserError(f"the text has {ids.shape[1]:,} tokens; a picture shows at most {LONGEST_PICTURE:,}.")
+    from .inspection_falcon_fast_weight import inspect_memory
+
+    with _status(f"reading {ids.shape[1]:,} tokens"):
+        try:
+            trace = inspect_memory(network, ids)
+        except ValueError as error:
+            raise UserError(_first_sentence(error)) from error
+    tokens = [_label(tokenizer.decode([token])) for token in ids[0].tolist()]
+    try:
+        with _status("drawing"):
+            draw(trace, tokens, output, model, network.config.rule_object)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror or error}.") from error
+    _print_trace(trace, tokens)
+    _say(f"{ids.shape[1]:,} tokens drawn in {output}")
 
 
 def main() -> None:
@@ -319,16 +371,17 @@ def _generation_options(
     return {name: value for name, value in asked.items() if value is not None}
 
 
-def _read_prompt(prompt: str | None) -> str:
+def _read_prompt(prompt: str | None, what: str = "prompt") -> str:
     if prompt is None:
         if sys.stdin.isatty():
-            raise UserError('no prompt: give one, as in falcon-hf generate "A pointer is", or pipe a text in.')
+            command = "generate" if what == "prompt" else "inspect"
+            raise UserError(f'no {what}: give one, as in falcon-hf {command} "A pointer is", or pipe a text in.')
         try:
             prompt = sys.stdin.read().removesuffix("\n")
         except UnicodeDecodeError as error:
             raise UserError(f"standard input is not UTF-8 text: byte {error.start} cannot be read.") from None
     if not prompt:
-        raise UserError("the prompt is empty; give some text.")
+        raise UserError(f"the {what} is empty; give some text.")
     return prompt
 
 
@@ -397,6 +450,57 @@ def _device(name: str) -> "torch.device":
         here += ["mps"] if torch.backends.mps.is_available() else []
         raise UserError(f"--device is {name!r}; this machine has {', '.join(['cpu', *here])}.") from None
     return device
+
+
+def _check_type(network: Any, model: str, command: str) -> None:
+    if network.config.model_type != "falcon_fast_weight":
+        raise UserError(
+            f"--model is {model!r}, of type {network.config.model_type}; "
+            f"{command} is for checkpoints of type falcon_fast_weight."
+        )
+
+
+def _draw() -> Any:
+    """The function that draws, which needs an extra."""
+    try:
+        from .picture import draw
+    except ImportError as error:
+        if not (error.name or "").startswith("matplotlib"):
+            raise
+        raise UserError(
+            'the picture needs matplotlib, which is not installed; pip install "falcon-hf[plots]" brings it.'
+        ) from None
+    return draw
+
+
+def _label(token: str) -> str:
+    """The text of a token for a label: without the space around it, but never empty."""
+    return token.strip() or token.replace(" ", "␣").encode("unicode_escape").decode().replace("\\u2423", "␣")
+
+
+def _print_trace(trace: "MemoryTrace", tokens: list[str]) -> None:
+    """Prints the heads that keep longest and shortest, and the tokens of largest surprise."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    heads = trace.half_life.shape[1]
+    lives = trace.half_life.flatten()
+    order = lives.argsort(descending=True, stable=True).tolist()
+    count = min(3, len(order) // 2) or 1
+    keeps = Table("layer", "head", "half-life (tokens)", box=SIMPLE_HEAD, title="heads that keep longest and shortest")
+    for rank, places in enumerate((order[:count], order[count:][-count:])):
+        for place in places:
+            keeps.add_row(str(trace.layers[place // heads]), str(place % heads), f"{lives[place].item():,.1f}")
+        if rank == 0:
+            keeps.add_section()
+    surprises = Table("number", "token", "−log p (nats)", box=SIMPLE_HEAD, title="tokens that surprise it most")
+    for place in trace.token_loss.nan_to_num(-1).topk(min(3, len(tokens) - 1)).indices.tolist():
+        surprises.add_row(str(place), Text(tokens[place]), f"{trace.token_loss[place].item():.2f}")
+    console = Console(file=sys.stdout)
+    console.print(keeps)
+    console.print(surprises)
 
 
 def _facts(network: Any) -> list[tuple[str, str]]:

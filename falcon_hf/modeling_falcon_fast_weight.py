@@ -27,7 +27,13 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from .cache_falcon_fast_weight import CACHE_NAME, falcon_cache, fit_cache, layer_state
+from .cache_falcon_fast_weight import (
+    CACHE_NAME,
+    FalconFastWeightCacheLayer,
+    falcon_cache,
+    fit_cache,
+    layer_state,
+)
 from .configuration_falcon_fast_weight import FalconFastWeightConfig
 
 SHORTEST_MEMORY, LONGEST_MEMORY = 8, 1024
@@ -145,25 +151,8 @@ class FalconFastWeightAttention(nn.Module):
             age = _index_in_document(cu_seqlens, hidden_states.shape[1])
         if rows is not None:
             hidden_states = rows.gather(hidden_states)
-        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        gain, ridge = self._gain(hidden_states), self._ridge(hidden_states)
-
         slot = None if cache is None else layer_state(cache, self.layer_idx, self.config)
-        if slot is not None and not slot.is_initialized:
-            slot.lazy_initialization(*self._empty(q.shape[0], v))
-        if slot is not None and slot.state.memory.shape[0] != q.shape[0]:
-            raise ValueError(
-                f"cache has {slot.state.memory.shape[0]} rows, but the input has {q.shape[0]}; they must be as many, "
-                "which cache.batch_repeat_interleave can bring about."
-            )
-        q, k, v, window = self._convolve(q, k, v, slot, rows, age)
-        q = self._features(q.unflatten(-1, (self.num_heads, self.head_dim)))
-        k = self._features(k.unflatten(-1, (self.num_heads, self.head_dim)))
-        v = _normalize(
-            v.unflatten(-1, (self.num_heads, self.value_dim)),
-            self.config.value_norm,
-            self.config.rms_norm_eps,
-        )
+        q, k, v, gain, ridge, window = self.recurrence_inputs(hidden_states, slot, rows, age)
 
         mask = None if rows is None else rows.mask
         needs_grad = torch.is_grad_enabled() and v.requires_grad
@@ -207,6 +196,44 @@ class FalconFastWeightAttention(nn.Module):
         if rows is not None:
             out = rows.scatter(out)
         return out.view(shape)
+
+    def recurrence_inputs(
+        self,
+        hidden_states: Tensor,
+        slot: FalconFastWeightCacheLayer | None = None,
+        rows: Compaction | None = None,
+        age: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What the recurrence is given: queries, keys and values after convolution, norm and features, and its rates.
+
+        Args:
+            hidden_states: [B, T, hidden_size].
+            slot: the layer's place in a cache, made ready where it is new; its convolution window is read.
+            rows: how padding was closed up, where there was any.
+            age: [T], for packed documents the index of each token in its own.
+
+        Returns:
+            q and k [B, T, H, K], v [B, T, H, V], gain and ridge as in `falcon_attention`, and the convolution window
+            [B, conv_size - 1, channels] for the next tokens, None without a cache.
+        """
+        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        gain, ridge = self._gain(hidden_states), self._ridge(hidden_states)
+        if slot is not None and not slot.is_initialized:
+            slot.lazy_initialization(*self._empty(q.shape[0], v))
+        if slot is not None and slot.state.memory.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"cache has {slot.state.memory.shape[0]} rows, but the input has {q.shape[0]}; they must be as many, "
+                "which cache.batch_repeat_interleave can bring about."
+            )
+        q, k, v, window = self._convolve(q, k, v, slot, rows, age)
+        q = self._features(q.unflatten(-1, (self.num_heads, self.head_dim)))
+        k = self._features(k.unflatten(-1, (self.num_heads, self.head_dim)))
+        v = _normalize(
+            v.unflatten(-1, (self.num_heads, self.value_dim)),
+            self.config.value_norm,
+            self.config.rms_norm_eps,
+        )
+        return q, k, v, gain, ridge, window
 
     def _gain(self, hidden_states: Tensor) -> Tensor:
         """[B, T, H] or [B, T, H, V] gain in [0, 2], or step size in [0, step_size_max], at least in fp32."""
