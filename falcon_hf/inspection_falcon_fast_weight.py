@@ -64,11 +64,16 @@ def inspect_memory(model: PreTrainedModel, input_ids: Tensor) -> MemoryTrace:
         input_ids: [1, T], without padding.
 
     Raises:
-        ValueError: if input_ids are not one text of at least one token, or the model has no fast-weight layer.
+        ValueError: if input_ids are not one text of at least one token, or the model is no causal language
+            model or has no fast-weight layer.
     """
     if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
         raise ValueError(
             f"input_ids has shape {list(input_ids.shape)}; it must be [1, T] for one text of T >= 1 tokens."
+        )
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"model is a {type(model).__name__}; it must be a causal language model, with logits of tokens."
         )
     mixers = [module for module in model.modules() if isinstance(module, FalconFastWeightAttention)]
     if not mixers:

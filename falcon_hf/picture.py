@@ -47,7 +47,9 @@ def draw(trace: MemoryTrace, tokens: list[str], path: Path, name: str, rule: Rul
         color=INK,
         parse_math=False,
     )
-    grid = figure.add_gridspec(1 + layers, 2, width_ratios=[6, 1], height_ratios=[2.4] + [1] * layers)
+    grid = figure.add_gridspec(
+        1 + layers, 2, width_ratios=[6, 1], height_ratios=[max(2.4, 0.27 * layers)] + [1] * layers
+    )
     top = figure.add_subplot(grid[0, 0])
     top.bar(range(length), np.nan_to_num(trace.token_loss.numpy()), color=SURPRISE, width=0.8)
     top.set(xlim=(-0.5, length - 0.5), ylabel="surprise of the token\n−log p (nats)")
@@ -60,15 +62,20 @@ def draw(trace: MemoryTrace, tokens: list[str], path: Path, name: str, rule: Rul
         last = row == layers - 1
         cells = figure.add_subplot(grid[1 + row, 0], sharex=top, facecolor=GRID)
         cells.imshow(shown[row], aspect="auto", interpolation="nearest", cmap=COLOURS, norm=colours)
-        cells.set_ylabel(f"layer {layer}" + ("\nhead" if few else ""), rotation=0, ha="right", va="center")
+        cells.set_ylabel(
+            f"layer {layer}" + ("\nhead" if few else ""), rotation=0, ha="right", va="center", fontsize=10 if few else 8
+        )
         cells.set_yticks(range(heads) if few else sorted({0, heads - 1}))
         cells.tick_params(axis="y", labelsize=7 if few else 5, length=2)
         cells.tick_params(axis="x", bottom=last, labelbottom=last)
         keeps = figure.add_subplot(grid[1 + row, 1], sharey=cells)
         _half_lives(keeps, trace.half_life[row].numpy(), limits, few)
-        keeps.tick_params(left=False, labelleft=False, labelbottom=last)
+        keeps.tick_params(left=False, labelleft=False, bottom=last, labelbottom=last)
     if length <= READABLE:
         cells.set_xticks(range(length), tokens, rotation=90, fontsize=7 if length > 60 else 9, parse_math=False)
+        for mark in cells.get_xticklabels():
+            if not any(map(str.isalnum, mark.get_text())):
+                mark.set(fontsize=11, fontweight="bold")  # a full stop is small
     cells.set_xlabel("tokens of the text, in order" if length <= READABLE else "number of the token in the text")
     keeps.set_xlabel("half-life (tokens)")
     figure.supxlabel(fill(_caption(rule), 190), fontsize=10, color=INK, x=0.01, ha="left", linespacing=1.4)
@@ -90,6 +97,10 @@ def _key(axes: Axes, image: ScalarMappable, label: str, rule: Rule) -> None:
     """The colour bar, and what its colours say."""
     axes.axis("off")
     bar = axes.figure.colorbar(image, cax=axes.inset_axes((0.03, 0.36, 0.94, 0.12)), orientation="horizontal")
+    if isinstance(image.norm, LogNorm):
+        ends = float(image.norm.vmin), float(image.norm.vmax)
+        bar.set_ticks([ends[0], 1, ends[1]], labels=[f"{ends[0]:.2g}", "1", f"{ends[1]:.2g}"])
+        bar.ax.minorticks_off()
     bar.set_label(label, fontsize=9)
     bar.ax.tick_params(labelsize=8)
     known, wrong = ("near v", "worse than none") if rule.residual else ("towards v", "away from v")
@@ -107,7 +118,13 @@ def _limits(half_lives: np.ndarray) -> tuple[float, float]:
 def _half_lives(axes: Axes, half_lives: np.ndarray, limits: tuple[float, float], named: bool) -> None:
     """One bar for each head on a logarithmic axis, with its number where there is room; full where nothing decays."""
     lowest, highest = limits
-    axes.barh(range(len(half_lives)), np.clip(half_lives, *limits) - lowest, left=lowest, color=INK, height=0.7)
+    axes.barh(
+        range(len(half_lives)),
+        np.clip(half_lives, *limits) - lowest,
+        left=lowest,
+        color=INK,
+        height=0.7 if named else 1,
+    )
     axes.set(xscale="log", xlim=limits)
     axes.xaxis.set_major_locator(LogLocator(numticks=6))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -121,7 +138,7 @@ def _half_lives(axes: Axes, half_lives: np.ndarray, limits: tuple[float, float],
         inside = end > 0.4
         place, colour = (0.03, "white") if inside else (end + 0.03, INK)
         across = axes.get_yaxis_transform()
-        axes.text(place, head, text, transform=across, color=colour, fontsize=7, va="center_baseline")
+        axes.text(place, head, text, transform=across, color=colour, fontsize=7, va="center")
 
 
 def _caption(rule: Rule) -> str:

@@ -11,7 +11,12 @@ from tiny_models import CASES, tiny_model, tokens
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from falcon_hf import FalconFastWeightAttention, inspect_memory
+from falcon_hf import (
+    FalconFastWeightAttention,
+    FalconFastWeightForTokenClassification,
+    FalconFastWeightModel,
+    inspect_memory,
+)
 
 TEXT = "A pointer is an address. An address is $1 or\nmore."
 
@@ -95,6 +100,9 @@ def test_refuses_what_is_not_one_text_or_has_no_memory():
     for shape in ((2, 5), (1, 0), (5,)):
         with pytest.raises(ValueError, match=r"input_ids has shape .* \[1, T\]"):
             inspect_memory(tiny_model(), tokens(*shape))
+    for model_class in (FalconFastWeightModel, FalconFastWeightForTokenClassification):
+        with pytest.raises(ValueError, match=f"{model_class.__name__}; it must be a causal language model"):
+            inspect_memory(tiny_model(model_class=model_class), tokens(1, 5))
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     with pytest.raises(ValueError, match="LlamaForCausalLM without fast-weight layers"):
         inspect_memory(LlamaForCausalLM(LlamaConfig(vocab_size=40, **sizes)), tokens(1, 5))
