@@ -228,7 +228,7 @@ def inspect(
     tokens = [_label(tokenizer.decode([token])) for token in ids[0].tolist()]
     try:
         with _status("drawing"):
-            draw(trace, tokens, output, model, network.config.rule_object)
+            draw(trace, tokens, output, Path(model).name or model, network.config.rule_object)
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror or error}.") from error
     _print_trace(trace, tokens)
@@ -474,8 +474,9 @@ def _draw() -> Any:
 
 
 def _label(token: str) -> str:
-    """The text of a token for a label: without the space around it, but never empty."""
-    return token.strip() or token.replace(" ", "␣").encode("unicode_escape").decode().replace("\\u2423", "␣")
+    """The text of a token for a label: without the space around it, never empty, at most 16 characters."""
+    text = token.strip() or token.encode("unicode_escape").decode().replace(" ", "␣") or "<empty>"
+    return text if len(text) <= 16 else text[:15] + "…"
 
 
 def _print_trace(trace: "MemoryTrace", tokens: list[str]) -> None:

@@ -15,6 +15,7 @@ from falcon_hf import (
     FalconFastWeightAttention,
     FalconFastWeightForTokenClassification,
     FalconFastWeightModel,
+    cli,
     inspect_memory,
 )
 
@@ -165,3 +166,8 @@ def test_missing_matplotlib_is_one_sentence(call, checkpoint, tmp_path, monkeypa
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     fails(call("inspect", TEXT, "-m", checkpoint, "-o", tmp_path / "a.png"), "matplotlib", "falcon-hf[plots]")
+
+
+def test_labels_of_tokens_are_short_and_never_blank():
+    labels = {" pointer": "pointer", "  ": "␣␣", "\n\n": "\\n\\n", "": "<empty>", "a" * 40: "a" * 15 + "…"}
+    assert {token: cli._label(token) for token in labels} == labels
