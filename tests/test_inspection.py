@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from test_cli import call, checkpoint, fails  # noqa: F401
+from test_cli import fails
 from tiny_models import CASES, tiny_model, tokens
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -109,7 +109,7 @@ def test_refuses_what_is_not_one_text_or_has_no_memory():
         inspect_memory(LlamaForCausalLM(LlamaConfig(vocab_size=40, **sizes)), tokens(1, 5))
 
 
-def test_draws_a_picture_and_prints_a_table(call, checkpoint, tmp_path):  # noqa: F811
+def test_draws_a_picture_and_prints_a_table(call, checkpoint, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "memory.png"
     code, out, err = call("inspect", TEXT, "-m", checkpoint, "-o", picture)
@@ -146,7 +146,7 @@ def opened(picture) -> tuple[int, int]:
     return struct.unpack(">II", data[16:24])
 
 
-def test_wrong_text_or_output_is_one_sentence(call, checkpoint, tmp_path):  # noqa: F811
+def test_wrong_text_or_output_is_one_sentence(call, checkpoint, tmp_path):
     pytest.importorskip("matplotlib")
     rest = ("-m", checkpoint, "-o", tmp_path / "a.png")
     fails(call("inspect", "", *rest), "text is empty")
@@ -160,7 +160,7 @@ def test_wrong_text_or_output_is_one_sentence(call, checkpoint, tmp_path):  # no
     assert not (tmp_path / "a.png").exists()
 
 
-def test_missing_matplotlib_is_one_sentence(call, checkpoint, tmp_path, monkeypatch):  # noqa: F811
+def test_missing_matplotlib_is_one_sentence(call, checkpoint, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "falcon_hf.picture", raising=False)
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
