@@ -92,6 +92,32 @@ def build(work: str, shape: Shape):
     return lambda: chunk_simple_gla(q, k, v, decay, scale=1.0, cu_seqlens=bounds)[0], [q, k, v, decay]
 
 
+def as_called(run, repeats: int = 30) -> tuple[float, float]:
+    """Median milliseconds of synchronised calls, and the most MiB that they take beyond what is there."""
+    for _ in range(5):
+        run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3, (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def kernel_milliseconds(run, repeats: int = 5) -> dict[str, float]:
+    """Time on the GPU of each kernel in one call, longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
+    return {e.key: e.self_device_time_total / repeats / 1e3 for e in events if e.self_device_time_total > 0}
+
+
 def worker(work: str, shape_name: str, folder: Path) -> None:
     """Warms up, waits for its turn, measures, and writes a JSON file."""
     start = time.perf_counter()
@@ -113,30 +139,9 @@ def worker(work: str, shape_name: str, folder: Path) -> None:
         time.sleep(0.05)
     result = {"first call, s": first}
     for what, run in (("forward", forward), ("both", both)):
-        for _ in range(5):
-            run()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        times = []
-        for _ in range(30):
-            start = time.perf_counter()
-            run()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        result[f"{what}, ms"] = statistics.median(times) * 1e3
-        result[f"{what}, MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(5):
-                run()
-            torch.cuda.synchronize()
-        kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        result[f"{what}, GPU ms"] = sum(e.self_device_time_total for e in kernels) / 5e3
-        result[f"{what}, kernels"] = {
-            e.key[:60]: [round(e.self_device_time_total / 5e3, 4), e.count / 5]
-            for e in sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
-            if e.self_device_time_total > 0
-        }
+        result[f"{what}, ms"], result[f"{what}, MiB"] = as_called(run)
+        kernels = kernel_milliseconds(run)
+        result[f"{what}, GPU ms"], result[f"{what}, kernels"] = sum(kernels.values()), kernels
     (folder / f"{name}.json").write_text(json.dumps(result))
 
 

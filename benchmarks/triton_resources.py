@@ -46,12 +46,9 @@ def resources(kernel, card: str, dtype: torch.dtype, config: launch.Config, cons
             signature[name] = "*" + ("fp32" if name in floats else OTHERS.get(name, letters))
             attributes[(i,)] = [["tt.divisibility", 16]]
     values = {(names.index(name),): value for name, value in constants.items() if name in names}
-    options = {"num_warps": config.warps, "num_stages": config.stages}
-    if config.registers is not None:
-        options["maxnreg"] = config.registers
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     begun = time.perf_counter()
-    compiled = triton.compile(source, target=TARGETS[card], options=options)
+    compiled = triton.compile(source, target=TARGETS[card], options=config.options())
     seconds = time.perf_counter() - begun
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

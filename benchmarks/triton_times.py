@@ -10,7 +10,6 @@ options write; it changes nothing, launch.py is edited by hand.
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from falcon_kernels.launcher import Launcher
 from report import report
-from scalar_rules import OURS, SHAPES, build
+from scalar_rules import OURS, SHAPES, as_called, build, kernel_milliseconds
 
 OVER_CHUNKS = ("_pass", "_reverse_pass", "_carry", "_reverse")  # kernels with a tile of value channels a program
 WIDE_ONLY = ("_pass", "_reverse_pass")  # those whose narrower tiles read past their shared memory
@@ -41,40 +40,14 @@ def calls(rule: str, shape: str):
     return alone, lambda: torch.autograd.grad(forward(), leaves, cotangent)
 
 
-def milliseconds(run, repeats: int = 25) -> float:
-    """Median time as called."""
-    times = []
-    for _ in range(repeats + 5):
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[5:]) * 1e3
-
-
-def kernel_milliseconds(run, repeats: int = 5) -> dict[str, float]:
-    """Time of each kernel in one call, longest first."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(repeats):
-            run()
-        torch.cuda.synchronize()
-    found = {e.key[:40]: e.self_device_time_total / repeats / 1e3 for e in profile.key_averages()}
-    return dict(sorted(((n, t) for n, t in found.items() if t > 0), key=lambda item: -item[1]))
-
-
 def time_one(rule: str, shape: str) -> tuple[dict[str, object], dict[str, dict[str, float]]]:
     forward, both = calls(rule, shape)
     row: dict[str, object] = {"rule": rule, "shape": shape}
     kernels = {}
     for what, run in (("forward", forward), ("both", both)):
-        row[f"{what} called, ms"] = milliseconds(run)
+        row[f"{what} called, ms"], row[f"{what} extra MiB"] = as_called(run)
         kernels[what] = kernel_milliseconds(run)
         row[f"{what} GPU, ms"] = sum(kernels[what].values())
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    both()
-    torch.cuda.synchronize()
-    row["extra MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
     return row, kernels
 
 

@@ -134,6 +134,17 @@ def gradients(result, leaves, seed=2):
     return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=True)]
 
 
+def assert_same_results(have, want, tensors, exact, forward, gradient):
+    """Output, state and gradients of `tensors`, by name, beside those of `exact`; returns the gradients."""
+    assert_same(have.output, want.output, forward, "output")
+    assert_same_state(have.final_state, want.final_state, forward)
+    have_gradients = gradients(have, list(tensors.values()))
+    want_gradients = gradients(want, list(exact.values()))
+    for what, a, b in zip(tensors, have_gradients, want_gradients, strict=True):
+        assert_same(a, b, gradient, f"gradient of {what}")
+    return dict(zip(tensors, have_gradients, strict=True))
+
+
 def leaves(inputs, state=None):
     found = {name: t for name, t in inputs.items() if t is not None}
     if state is not None:

@@ -12,7 +12,17 @@ from pathlib import Path
 import interpreter
 import pytest
 import torch
-from cases import VARIANTS, assert_same, assert_same_state, attend, cut, gradients, leaves, make_inputs, make_state
+from cases import (
+    VARIANTS,
+    assert_same,
+    assert_same_results,
+    assert_same_state,
+    attend,
+    cut,
+    leaves,
+    make_inputs,
+    make_state,
+)
 from falcon_kernels import Rule
 from falcon_kernels.schedule import energy, step_and_log_decay
 
@@ -49,14 +59,8 @@ def compare(rule, inputs, state=None, forward=FORWARD, gradient=GRADIENT, **opti
     exact_state = None if state is None else state.map(lambda t: wide(t) if t.is_floating_point() else t)
     have = attend(inputs, rule, initial_state=state, impl="triton", **options)
     want = attend(exact, rule, initial_state=exact_state, impl="reference", **options)
-    assert_same(have.output, want.output, forward, "output")
-    assert_same_state(have.final_state, want.final_state, forward)
-    tensors = leaves(inputs, state)
-    have_gradients = gradients(have, list(tensors.values()))
-    want_gradients = gradients(want, list(leaves(exact, exact_state).values()))
-    for what, a, b in zip(tensors, have_gradients, want_gradients, strict=True):
-        assert_same(a, b, gradient, f"gradient of {what}")
-    return have, dict(zip(tensors, have_gradients, strict=True))
+    tensors, exact_tensors = leaves(inputs, state), leaves(exact, exact_state)
+    return have, assert_same_results(have, want, tensors, exact_tensors, forward, gradient)
 
 
 def _on_device(tensors):

@@ -19,6 +19,11 @@ class Config(NamedTuple):
     key_tile: int = 256  # key channels at a time, in the backward of a chunk
     registers: int | None = None  # of a thread at most; the compiler's choice by default
 
+    def options(self) -> dict[str, int]:
+        """As Triton takes them."""
+        found = {"num_warps": self.warps, "num_stages": self.stages}
+        return found if self.registers is None else found | {"maxnreg": self.registers}
+
 
 LARGEST_WINDOW = 65  # a tile of 128 pairs
 

@@ -34,12 +34,14 @@ from . import launch
 from .launcher import Launcher
 from .triton_layout import (
     NUMBERS,
+    OPERANDS,
     Layout,
     Tables,
     chunk_of,
     exists,
     load_rows,
     load_rows_again,
+    operand_dtype,
     span,
     store_rows,
     token_rows,
@@ -525,7 +527,7 @@ def _add_lookback(
 
 
 def chunk_length(dtype: torch.dtype, key_dim: int, window: int) -> int:
-    operand_bytes = 2 if dtype == torch.bfloat16 else 4
+    operand_bytes = operand_dtype(dtype).itemsize
     return launch.chunk_length(operand_bytes, launch.padded(key_dim, operand_bytes), window)
 
 
@@ -536,10 +538,9 @@ class Plan:
         self, layout: Layout, shape: torch.Size, value_dim: int, dtype: torch.dtype, device: torch.device,
         schedule: Options, before: bool, masked: bool, carried: bool, aligned: bool = False,
     ):  # fmt: skip
-        self.layout = layout
         _, _, self.heads, key_dim = shape
         window = schedule.window
-        self.operand = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        self.operand = operand_dtype(dtype)
         self.memory = (layout.sequences, self.heads, key_dim, value_dim)
         self.states = (layout.chunks, self.heads, key_dim, value_dim)
         key_tile, value_width = (launch.padded(d, self.operand.itemsize) for d in (key_dim, value_dim))
@@ -560,15 +561,13 @@ class Plan:
         tile = {"TILE": layout.chunk + window - 1}
         rule = {"W": window, "SHIFT": int(schedule.shifted), "CARRIED": carried}
         numbers = {
-            "OPERAND": tl.bfloat16 if self.operand == torch.bfloat16 else tl.float32,
+            "OPERAND": OPERANDS[self.operand],
             "PRECISION": "tf32" if dtype == torch.float16 else "ieee",
             "LAG": int(before),
         }
 
         def options(config, *more):
-            found = {"BV": min(config.value_tile, value_width), "num_warps": config.warps, "num_stages": config.stages}
-            if config.registers is not None:
-                found["maxnreg"] = config.registers
+            found = {"BV": min(config.value_tile, value_width)} | config.options()
             for each in more:
                 found |= each
             return found
@@ -585,10 +584,7 @@ class Plan:
             _reverse_pass, rows * self.parts * tiles(reverse), options(reverse, sizes, tile, numbers),
             "STORE", "FINAL", "INITIAL", "FROM_ZERO",
         )  # fmt: skip
-        step = {
-            "MASKED": masked, "RIDGE": schedule.ridge, "DIRECT": schedule.direct, "CAPPED": schedule.capped,
-            "DETACH": schedule.detach_energy, "EPSILON": schedule.epsilon, "FLOOR": schedule.decay_floor,
-        }  # fmt: skip
+        step = {"MASKED": masked} | schedule.constants()
         part = {"BK": min(backward.key_tile, key_tile)}
         self.backward = launcher(_chunk_backward, chunks, options(backward, sizes, tile, rule, numbers, step, part))
         self.lookback_rows = chunks * (window - 1)

@@ -11,8 +11,8 @@ from functools import lru_cache, wraps
 import torch
 from torch import Tensor
 
-from . import triton_additive, triton_regression, triton_schedule
-from .triton_layout import NAMESPACE, NO_TABLES, Layout, is_plain
+from . import triton_additive, triton_device, triton_regression, triton_schedule
+from .triton_layout import NAMESPACE, NO_TABLES, Layout, is_plain, operand_dtype
 from .triton_schedule import Before
 
 GIVEN = (
@@ -89,10 +89,7 @@ def _on_its_device(run: Callable) -> Callable:
 
     @wraps(run)
     def guarded(plan, tensors, *rest):
-        q = tensors[0]
-        if not q.is_cuda or q.get_device() == torch._C._cuda_getDevice():
-            return run(plan, tensors, *rest)
-        with torch.cuda.device_of(q):
+        with triton_device.current(tensors[0].device):
             return run(plan, tensors, *rest)
 
     return guarded
@@ -186,7 +183,7 @@ def _fake(*arguments):
         memory = v.new_empty((layout.sequences, heads, key_dim, value_dim), dtype=torch.float32)
     numbers = triton_schedule.shapes(layout, heads, window, _parts(residual, q.dtype))
     inverse, states, residuals = (v.new_empty(0) for _ in range(3))
-    wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    wide = operand_dtype(q.dtype)
     if residual and keep:
         inverse = v.new_empty((layout.chunks, heads, layout.chunk, layout.chunk), dtype=torch.float32)
         states = v.new_empty((layout.chunks, heads, value_dim, key_dim), dtype=wide)

@@ -1,5 +1,6 @@
 """Where the Triton kernels run."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -9,6 +10,12 @@ if not hasattr(triton, "knobs"):
     raise ImportError(f"triton is {triton.__version__}; the kernels need at least 3.4.")
 INTERPRETED = triton.knobs.runtime.interpret
 OLDEST_CARD = (8, 0)
+
+
+def current(device: torch.device) -> AbstractContextManager:
+    """With `device` current, which is where Triton launches."""
+    away = device.type == "cuda" and device.index != torch._C._cuda_getDevice()
+    return torch.cuda.device(device) if away else nullcontext()
 
 
 def refusal(device: torch.device) -> str | None:

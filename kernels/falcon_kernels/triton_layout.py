@@ -15,7 +15,13 @@ from torch.nn.functional import pad
 
 NAMESPACE = "falcon_kernels"  # of the custom ops; a copy of this package beside it needs another
 # No recompilation when these change.
-NUMBERS = ["length", "longest", "heads", "tokens", "parts", "part_chunks", "places"]
+NUMBERS = ["length", "longest", "heads", "parts", "part_chunks", "places"]
+OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def operand_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What products of inputs of `dtype`, and all that is kept, are rounded to."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 class Layout(NamedTuple):
@@ -27,11 +33,6 @@ class Layout(NamedTuple):
     chunks: int  # all of them
     longest: int  # chunks that one sequence can have
     packed: bool
-
-    @property
-    def tokens(self) -> int:
-        """B T."""
-        return self.length * (1 if self.packed else self.sequences)
 
     @classmethod
     def of(cls, batch: int, length: int, documents: int, chunk: int) -> Self:

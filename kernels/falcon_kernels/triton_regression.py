@@ -45,7 +45,18 @@ from torch import Tensor
 
 from . import launch
 from .launcher import Launcher
-from .triton_layout import NUMBERS, Layout, Tables, chunk_of, exists, load_rows, span, store_rows
+from .triton_layout import (
+    NUMBERS,
+    OPERANDS,
+    Layout,
+    Tables,
+    chunk_of,
+    exists,
+    load_rows,
+    operand_dtype,
+    span,
+    store_rows,
+)
 from .triton_schedule import Before, Options, pair_exists, step_gradients
 
 CHUNK = 64
@@ -679,21 +690,15 @@ class Plan:
 
         base = {
             "K": key_dim, "C": CHUNK, "SHIFT": int(options.shifted), "CARRIED": carried, "PACKED": layout.packed,
-            "OPERAND": tl.bfloat16 if self.operand == torch.bfloat16 else tl.float32,
+            "OPERAND": OPERANDS[self.operand],
         }  # fmt: skip
         # float16 inputs are multiplied as tf32: as precise, without the overflow of what comes from the memory
         more = {"V": value_dim, "LAG": int(before), "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32"}
-        schedule = {
-            "MASKED": masked, "RIDGE": options.ridge, "DIRECT": options.direct, "DETACH": options.detach_energy,
-            "EPSILON": options.epsilon, "FLOOR": options.decay_floor,
-        }  # fmt: skip
+        schedule = {"MASKED": masked} | options.constants()
 
         def launcher(kernel, programs, config, constants, *flags):
             constants = {n: c for n, c in (base | constants).items() if n in kernel.arg_names}
-            constants |= {"num_warps": config.warps, "num_stages": config.stages}
-            if config.registers is not None:
-                constants["maxnreg"] = config.registers
-            return Launcher(kernel, (programs,), constants, flags, aligned)
+            return Launcher(kernel, (programs,), constants | config.options(), flags, aligned)
 
         def across(kernel, config, constants, *flags):
             tiles = {"BK": min(key_tile, config.value_tile), "BV": min(value_width, config.value_tile)}
@@ -714,11 +719,6 @@ class Plan:
         )  # fmt: skip
         self.reverse = along(_reverse, sizes.reverse, "FINAL")
         self.gradients = across(_gradients, sizes.gradients, schedule)
-
-
-def operand_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What products, and all that is kept, are rounded to."""
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def forward(

@@ -212,6 +212,13 @@ class Options(NamedTuple):
     epsilon: float
     decay_floor: float
 
+    def constants(self) -> dict[str, object]:
+        """As the kernels name them, those of the way back included."""
+        return {
+            "RIDGE": self.ridge, "DIRECT": self.direct, "CAPPED": self.capped, "DETACH": self.detach_energy,
+            "EPSILON": self.epsilon, "FLOOR": self.decay_floor,
+        }  # fmt: skip
+
 
 class Before(NamedTuple):
     """Pairs from before the call; all None in a call that carries no state, and each where a rule has none."""
@@ -240,10 +247,9 @@ class Plan:
         constants = {
             "K": key_dim, "BK": min(triton.next_power_of_2(key_dim), most), "W": options.window,
             "SHIFT": int(options.shifted), "C": layout.chunk, "TILE": self.shapes[2][2], "MASKED": masked,
-            "PACKED": layout.packed, "CARRIED": carried, "PARTS": parts, "RIDGE": options.ridge,
-            "DIRECT": options.direct, "CAPPED": options.capped, "EPSILON": options.epsilon,
-            "FLOOR": options.decay_floor, "num_warps": warps,
-        }  # fmt: skip
+            "PACKED": layout.packed, "CARRIED": carried, "PARTS": parts, "num_warps": warps,
+        } | options.constants()  # fmt: skip
+        del constants["DETACH"]  # asks nothing of the forward
         self.forward = Launcher(_forward, (layout.chunks * heads,), constants, aligned=aligned)
 
 

@@ -8,7 +8,6 @@ Every location of the state that a program writes is read by that program alone,
 the flags `previous_valid` and `tail_valid`, which the heads of a row share: see `_update_flags`.
 """
 
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -112,7 +111,7 @@ def _launch(
     rule = (name, window, alignment, timing, step_size, ridge_kind, smoothness, normalized_read)
     dtypes = tuple(None if t is None else t.dtype for t in tensors)
     aligned = all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
-    with _on(q.device):
+    with triton_device.current(q.device):
         launcher(q.shape, V, dtypes, q.device, rule, aligned)(
             *tensors, output, H, epsilon, 1 - decay_floor, read_epsilon
         )
@@ -151,12 +150,6 @@ def constants(name, window, alignment, timing, step_size, ridge_kind, smoothness
         "ENERGY": smoothness if name == "falcon_3" and window > 1 else "trace",
         "NORMALIZED": normalized_read,
     }
-
-
-def _on(device: torch.device):
-    """Triton launches on the current device."""
-    away = device.type == "cuda" and device.index != torch._C._cuda_getDevice()
-    return torch.cuda.device(device) if away else nullcontext()
 
 
 @lru_cache
