@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 TARGETS = {"large": GPUTarget("cuda", 90, 32), "safe": GPUTarget("cuda", 86, 32)}
 SHARED = {"large": 227 * 1024, "safe": 99 * 1024}
 FLOATS = {"weight", "log_decay", "w", "u", "c", "initial", "final", "part_decay", "gain", "ridge", "energy"}
-FLOATS |= {"grad_gain", "grad_ridge", "old_grad_x", "old_grad_v", "written", "scratch"}
+FLOATS |= {"grad_gain", "grad_ridge", "written"}
 FLOATS |= {"memory", "grad_memory", "grad_final", "inverse"}
 OTHERS = {"bounds": "i64", "first": "i64", "owner": "i64", "lengths": "i64", "previous_valid": "i1", "tail_valid": "i1"}
 
@@ -79,7 +79,8 @@ def launches(card: str, dtype: torch.dtype, key_dim: int, window: int, carried: 
         yield name, triton_additive._pass, forward, found
     mode = {"STORE": True, "FINAL": carried}
     yield "reverse", triton_additive._reverse_pass, reverse, row | numbers | begin | mode | channels(reverse)
-    found = row | rule | numbers | step | channels(backward) | {"DETACH": False, "BK": min(backward.key_tile, tile)}
+    part = {"DETACH": False, "BK": min(backward.key_tile, tile), "ONCE": backward.once}
+    found = row | rule | numbers | step | channels(backward) | part
     yield "gradients", triton_additive._chunk_backward, backward, found
     lookback = {"LOOKBACK": triton.next_power_of_2(max(window - 1, 1))}
     if window > 1:

@@ -154,6 +154,18 @@ def test_head_dimensions(K, V):
     compare(rule, inputs_of(rule, 36, H=1, K=K, V=V), state_of(rule, H=1, K=K, V=V))
 
 
+@pytest.mark.parametrize(("K", "V"), [(32, 32), (24, 20), (16, 24)])
+@pytest.mark.parametrize("name", ["falcon_1a", "falcon_3a"])
+def test_tiles_read_once(name, K, V, monkeypatch):
+    """The backward of a chunk that keeps its tiles, of which there are up to two each way."""
+    configs = launch.WIDE[launch.padded(K, 4)]
+    backward = configs[2]._replace(value_tile=16, key_tile=16, once=True)
+    monkeypatch.setitem(launch.WIDE, launch.padded(K, 4), (*configs[:2], backward))
+    rule = RULES[name]
+    for state in (None, state_of(rule, H=1, K=K, V=V)):
+        compare(rule, inputs_of(rule, 36, H=1, K=K, V=V), state)
+
+
 @pytest.mark.parametrize("name", ["falcon_1a", "falcon_3a"])
 def test_decay_at_its_floor(name):
     """exp(-u) would overflow here."""

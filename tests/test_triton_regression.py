@@ -3,8 +3,16 @@
 import interpreter
 import pytest
 import torch
-from cases import assert_same, assert_same_results, attend, gradients, leaves, make_inputs, make_state
-from falcon_kernels import Rule
+from cases import (
+    assert_same,
+    assert_same_results,
+    attend,
+    gradients,
+    leaves,
+    make_inputs,
+    make_state,
+)
+from falcon_kernels import Rule, launch
 
 interpreter.require()
 
@@ -165,3 +173,11 @@ def test_half_precision_inputs():
     for t, a, b in zip(half.values(), *grads, strict=True):
         assert a.dtype == t.dtype
         assert_same(a, b, 2e-3)
+
+
+def test_few_sequences_take_narrow_tiles(monkeypatch):
+    """Nothing but the shape decides, so that training and evaluation agree."""
+    monkeypatch.setattr(launch, "card", lambda device: ("large", 132))
+    config = launch.Config(128, 8, 2)
+    tiles = [launch.narrower(DEVICE, config, rows, 128, 128).value_tile for rows in (1, 16, 32, 64, 128)]
+    assert tiles == [16, 16, 32, 64, 128]

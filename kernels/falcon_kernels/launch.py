@@ -18,6 +18,7 @@ class Config(NamedTuple):
     stages: int
     key_tile: int = 256  # key channels at a time, in the backward of a chunk
     registers: int | None = None  # of a thread at most; the compiler's choice by default
+    once: bool = False  # the backward of a chunk keeps its tiles in shared memory
 
     def options(self) -> dict[str, int]:
         """As Triton takes them."""
@@ -29,16 +30,16 @@ LARGEST_WINDOW = 65  # a tile of 128 pairs
 
 # (card, bytes of an operand, `padded` K): forward pass, reverse pass, backward of a chunk
 TABLE = {
-    ("large", 2, 64): (Config(64, 4, 2, registers=168), Config(64, 4, 3), Config(64, 8, 1, 64, 128)),
-    ("large", 2, 128): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 8, 1, 64, 128)),
+    ("large", 2, 64): (Config(64, 4, 2, registers=168), Config(64, 4, 3), Config(64, 4, 1, 64, 168, True)),
+    ("large", 2, 128): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 4, 1, 64, None, True)),
     ("large", 2, 256): (Config(64, 8, 2), Config(64, 8, 2), Config(64, 8, 1, 64, 128)),
     ("safe", 2, 64): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1, 64)),
     ("safe", 2, 128): (Config(32, 8, 1), Config(32, 4, 2), Config(32, 8, 1, 64)),
     ("safe", 2, 256): (Config(16, 8, 1), Config(16, 8, 1), Config(32, 8, 1, 64)),
 }
 WIDE = {  # 4-byte operands, on any card
-    16: (Config(32, 8, 1), Config(32, 4, 1), Config(16, 4, 1)),
-    32: (Config(32, 8, 1), Config(32, 4, 1), Config(16, 4, 1)),
+    16: (Config(32, 8, 1), Config(32, 4, 1), Config(16, 4, 1, once=True)),
+    32: (Config(32, 8, 1), Config(32, 4, 1), Config(16, 4, 1, once=True)),
     64: (Config(16, 8, 1), Config(32, 4, 1), Config(16, 4, 1, 64)),
     128: (Config(16, 8, 1), Config(32, 8, 1), Config(16, 8, 1, 64)),
     256: (Config(16, 8, 1), Config(16, 8, 1), Config(16, 8, 1, 64)),
@@ -46,7 +47,8 @@ WIDE = {  # 4-byte operands, on any card
 
 
 class Regression(NamedTuple):
-    """Configurations of the kernels of falcon_1; those over chunks take as many key as value channels at a time."""
+    """Configurations of the kernels of falcon_1. All but the passes take as many key as value channels at a time, the
+    gradients at most `key_tile`."""
 
     invert: Config
     prepare: Config
@@ -58,10 +60,20 @@ class Regression(NamedTuple):
 
 REGRESSION = {  # keys as in TABLE
     ("large", 2, 64): Regression(
-        Config(32, 1, 1), Config(64, 4, 1), Config(64, 4, 2), Config(64, 4, 1), Config(64, 4, 2), Config(64, 4, 1)
+        Config(32, 1, 1, registers=168),
+        Config(64, 4, 1),
+        Config(64, 4, 3),
+        Config(64, 4, 1),
+        Config(64, 4, 2),
+        Config(64, 4, 1),
     ),
     ("large", 2, 128): Regression(
-        Config(32, 1, 1), Config(64, 4, 1), Config(64, 4, 2), Config(128, 4, 1), Config(64, 4, 2), Config(64, 4, 1)
+        Config(32, 1, 1, registers=168),
+        Config(64, 4, 1, registers=128),
+        Config(128, 8, 3),
+        Config(128, 8, 1),
+        Config(128, 8, 2),
+        Config(128, 4, 1, 64),
     ),
     ("large", 2, 256): Regression(
         Config(32, 1, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1)
@@ -117,9 +129,8 @@ def configs(device: torch.device | str, operand_bytes: int, key_tile: int, tile:
     if tile <= 64:
         return found
     most = 64 if kind == "large" and operand_bytes == 2 else 32
-    forward, reverse, backward = (
-        c._replace(value_tile=min(c.value_tile, most), warps=8, stages=1, registers=None) for c in found
-    )
+    wide = {"warps": 8, "stages": 1, "registers": None, "once": False}
+    forward, reverse, backward = (c._replace(value_tile=min(c.value_tile, most), **wide) for c in found)
     return forward, reverse, backward
 
 
@@ -127,6 +138,21 @@ def regression(device: torch.device, operand_bytes: int, key_tile: int) -> Regre
     """Configurations of the kernels of falcon_1."""
     key_tile = max(key_tile, 64)
     return WIDE_REGRESSION[key_tile] if operand_bytes == 4 else REGRESSION[card(device)[0], operand_bytes, key_tile]
+
+
+def narrower(device: torch.device, config: Config, rows: int, value_dim: int, key_tile: int) -> Config:
+    """`config` with its value tile halved, down to 16, while programs for `rows` x tiles fill half of the card at most.
+
+    A program then has a multiprocessor to itself: chunks are loaded two ahead where they fit.
+    """
+    kind, processors = card(device)
+    tile = config.value_tile
+    while tile > 16 and 2 * rows * -(-value_dim // tile) <= processors:
+        tile //= 2
+    if tile == config.value_tile:
+        return config
+    stages = 3 if kind == "large" and key_tile <= 128 else config.stages
+    return config._replace(value_tile=tile, warps=4, stages=stages)
 
 
 def chunk_length(operand_bytes: int, key_tile: int, window: int) -> int:

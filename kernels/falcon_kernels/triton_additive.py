@@ -21,8 +21,8 @@ with the gradients of the schedule's inputs.
 
 Floor of what is moved for a token and head, in numbers of the operands' dtype: forward 2K + 2V, backward 4K + 3V. As
 built, forward adds K V / C and backward 3 K V / C for the chunks' memories, and backward reads q and dO once more, and
-tiles again from cache. Products as built, in multiply-adds a token and head: forward C (K + V) + 2 K V, backward
-C (3K + 2V) + 4 K V, C being TILE here.
+some again from cache. Products as built, in multiply-adds a token and head: forward C (K + V) + 2 K V, backward
+C (3K + 2V) + 4 K V, or about 6 K V where a chunk's tiles are read once, C being TILE here.
 """
 
 import torch
@@ -40,15 +40,17 @@ from .triton_layout import (
     chunk_of,
     exists,
     load_rows,
-    load_rows_again,
+    load_tile,
+    load_tile_again,
     operand_dtype,
     span,
     store_rows,
+    store_tile,
     token_rows,
     v_rows,
     x_rows,
 )
-from .triton_schedule import Before, Options, pair_exists, token_gradients
+from .triton_schedule import Before, Options, pair_exists, step_gradients, window_size
 
 UNROLLED = tl.constexpr(8)  # largest window whose diagonals are not a loop
 
@@ -237,72 +239,139 @@ def _carry(
 
 
 @triton.jit
-def _row_diagonal(tile, written, h, d, age, u, w, row, WRITTEN: tl.constexpr, W: tl.constexpr):
-    """A tile of pairs and tokens with the diagonal of d steps since the first write: h times what is written by then.
-
-    written: [TILE] by the step before; without WRITTEN the diagonal leaves out the write at its own step.
-    """
-    first = row - W + 1
-    written = written * tl.exp2(_number_at(u, first + d) - _number_at(u, first + d - 1))
-    own = _number_at(w, first + d)
-    factor = written + own if WRITTEN else written
-    return tl.where(age == d - W + 1, h * factor[:, None], tile), written + own
+def _moved(numbers, by, row):
+    """[TILE] of the numbers `by` rows further down, 0 where there are none."""
+    place = row + by
+    inside = (place >= 0) & (place < row.shape[0])
+    return tl.where(inside, tl.gather(numbers, tl.where(inside, place, row), 0), 0.0)
 
 
 @triton.jit
-def _one_step(past, after, at, i, gap, h, u, row, LAG: tl.constexpr):
-    """Of `_by_step`, the step i before each row's own, and what reads after the one before that."""
-    own = tl.sum(tl.where(gap - LAG == -i, h, 0.0), 1)
-    after = tl.where(gap == -i, past[:, None], after)
-    if LAG > 0:
-        at = tl.where(gap == -i, own[:, None], at)
-    return (past + own) * tl.exp2(_number_at(u, row - i) - _number_at(u, row - i - 1)), after, at
+def _apart(row, by):
+    """Which columns are `by` further than their row."""
+    return row[None, :] - row[:, None] == by
 
 
 @triton.jit
-def _by_step(past, h, u, row, LAG: tl.constexpr, W: tl.constexpr):
-    """What reads after each step and at it of the pairs in its window, decayed from the step on: [TILE] each.
+def _one_decay(u, row, i):
+    """Log decay of the step i before each row's own."""
+    return _number_at(u, row - i) - _number_at(u, row - i - 1)
 
-    past: [TILE] what reads after the last write of each row's pair; h: [pairs, tokens] all that is read, decayed.
-    """
-    gap = row[None, :] - row[:, None]
-    if W == 1:
-        return past, tl.sum(tl.where(gap == LAG, h, 0.0), 1)
+
+@triton.jit
+def _write(tile, written, i, u, w, row, LAG: tl.constexpr):
+    """Of `_weights`, the diagonal of pairs read i steps before their last write."""
+    written = written * tl.exp2(_one_decay(u, row, i)) + _number_at(w, row - i)
+    return tl.where(_apart(row, LAG - i), written[:, None], tile), written
+
+
+@triton.jit
+def _weights(column, u, w, row, LAG: tl.constexpr, W: tl.constexpr):
+    """M of pairs by tokens, but for what decays after a pair's last write."""
+    factor = tl.where(row[None, :] >= (row + LAG)[:, None], column[:, None], 0.0)
+    written = column * 0.0
+    if W <= UNROLLED:
+        for d in tl.static_range(W - 1):
+            factor, written = _write(factor, written, W - 1 - d, u, w, row, LAG)
     else:
-        after = gap.to(tl.float32) * 0.0
-        at = after
-        if W <= UNROLLED:
-            for i in tl.static_range(W):
-                past, after, at = _one_step(past, after, at, i, gap, h, u, row, LAG)
-        else:
-            for i in range(W):
-                past, after, at = _one_step(past, after, at, i, gap, h, u, row, LAG)
-        if LAG == 0:
-            at = tl.where((gap <= 0) & (gap > -W), h, 0.0)
-        return tl.sum(after, 0), tl.sum(at, 0)
+        for d in range(W - 1):
+            factor, written = _write(factor, written, W - 1 - d, u, w, row, LAG)
+    return factor
 
 
 @triton.jit
-def _add_to(sums, tile, before, AXIS: tl.constexpr):
-    """Leaves the sums of a tile at `sums` [R], added to those of the tiles `before`, if any."""
-    found = tl.sum(tile, AXIS)
-    if before > 0:
-        tl.debug_barrier()
-        found += tl.load(sums)
-        tl.debug_barrier()
-    tl.store(sums, found)
+def _diagonal_sum(h, row, by):
+    """[TILE] the diagonal of h that is `by` right of the main one, by row."""
+    return tl.sum(tl.where(_apart(row, by), h, 0.0), 1)
+
+
+@triton.jit
+def _reads_at(weights, decays, past, got, now, i, u, w, row):
+    """Adds to the sums of `_by_step` what is read of pairs with i writes to come; and what is read before those."""
+    weights += _moved(past + now, i, row)
+    decays += _moved(now * got - past * _number_at(w, row - i), i, row)
+    return weights, decays, (past + now) * tl.exp2(_one_decay(u, row, i))
+
+
+@triton.jit
+def _by_step(past, h, u, w, row, LAG: tl.constexpr, W: tl.constexpr):
+    """Sums over the pairs that each step s writes: what reads them at s or later, decayed from s on; and of what reads
+    them at s times what they got before, less w_s times what reads them later: [TILE] each.
+
+    past: [TILE] what reads after the last write of each row's pair; h: [pairs, tokens] all that is read, decayed from
+    the last write on.
+    """
+    now = _diagonal_sum(h, row, LAG)
+    if W <= UNROLLED:
+        every = (past * 0.0,)  # what pairs got before the i-th write from their last, the first write first
+        for d in tl.static_range(W - 1):
+            got = every[d] * tl.exp2(_one_decay(u, row, W - 1 - d)) + _number_at(w, row - (W - 1 - d))
+            every += (got,)
+        got = every[W - 1] * tl.exp2(_one_decay(u, row, 0))
+        weights, decays = past + now, now * got - past * _number_at(w, row)
+        past = weights * tl.exp2(_one_decay(u, row, 0))
+        for i in tl.static_range(1, W):
+            got = every[W - 1 - i] * tl.exp2(_one_decay(u, row, i))
+            now = _diagonal_sum(h, row, LAG - i)
+            weights, decays, past = _reads_at(weights, decays, past, got, now, i, u, w, row)
+    else:
+        weights = past * 0.0
+        decays, got = weights, weights
+        for d in range(W):
+            i = W - 1 - d
+            got *= tl.exp2(_one_decay(u, row, i))
+            decays += _moved(_diagonal_sum(h, row, LAG - i) * got, i, row)
+            got += _number_at(w, row - i)
+        for i in range(W):
+            now = _diagonal_sum(h, row, LAG - i)
+            weights, decays, past = _reads_at(weights, decays, past, got * 0.0, now, i, u, w, row)
+    return weights, decays
+
+
+@triton.jit
+def _window_sum(numbers, row, SIGN: tl.constexpr, W: tl.constexpr):
+    """[TILE] sums of W numbers, from each row's own on down, or with a SIGN of -1 up."""
+    total = numbers
+    for bit in tl.static_range(7):
+        if W >> bit & 1:
+            if W & ((1 << bit) - 1):
+                total += _moved(numbers, SIGN * (W & ((1 << bit) - 1)), row)
+            else:
+                total = numbers
+        if W >> bit > 1:
+            numbers += _moved(numbers, SIGN * (1 << bit), row)
+    return total
+
+
+@triton.jit
+def _tiles(rows, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OPERAND: tl.constexpr):
+    """All columns of rows, in tiles of BLOCK."""
+    tiles = ()
+    for begin in tl.static_range(0, WIDTH, BLOCK):
+        tiles += (load_tile(rows, there, begin + tl.arange(0, BLOCK), WIDTH).to(OPERAND),)
+    return tiles
+
+
+@triton.jit
+def _block(matrix, begin, channel, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """[BK, BV] of a matrix [K, V]."""
+    columns, channels = begin + tl.arange(0, BK), channel + tl.arange(0, BV)
+    if (BK * 0 + K) % BK == 0 and (BV * 0 + V) % BV == 0:
+        return tl.load(matrix + columns[:, None] * V + channels[None, :])
+    else:
+        return load_rows(matrix + columns * V, columns < K, channels, V)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _chunk_backward(
     q, k, v, u, w, c, previous, tail_x, tail_v, gain, ridge, energy, previous_valid, tail_valid, lengths,
     grad_output, states, grad_states,
-    grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_previous, old_grad_x, old_grad_v, scratch,
+    grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_previous, old_grad_x, old_grad_v,
     bounds, first, owner, length, longest, heads,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, SHIFT: tl.constexpr, LAG: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     CARRIED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr,
-    EPSILON: tl.constexpr, FLOOR: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    EPSILON: tl.constexpr, FLOOR: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """All gradients of one chunk of one head, from the memory S that it finds and the gradient G of what it leaves.
 
@@ -315,9 +384,11 @@ def _chunk_backward(
     taken as the suffix sums of what tokens read less what steps write of w B without its diagonal, so that nothing
     large cancels. From both follow those of gain, ridge and of the windows' energy, which adds to dX.
 
-    For the registers' sake few results of products live at a time, and tiles of q, k, v and dO are read again.
-    The pairs from before the chunk go to `old_grad_x` and `old_grad_v`. Sums of rows and columns of tiles go through
-    `scratch`, [6, TILE] a program: the compiler would else make them anew in every layout in which they are needed.
+    ONCE reads all tiles of q, x, v, dO and G at the beginning, for all products from shared memory, and those of S as
+    they are needed; q, x and v once more from cache where their numbers are needed themselves, and v where its place
+    has been taken by S. Else tiles are read for each product. What tokens read of S is with ONCE the row sums of
+    q o (dO S'), and <S, G> the trace of S' G, products more but no tile in another layout; else the column sums of
+    q' o (S dO'), and a sum over both tiles. The pairs from before the chunk go to `old_grad_x` and `old_grad_v`.
     """
     program = tl.program_id(0).to(tl.int64)
     head, number = program % heads, program // heads
@@ -326,175 +397,237 @@ def _chunk_backward(
         return
     row = tl.arange(0, TILE)
     steps = tl.minimum(count - start, C)
-    key_end, value_end = K + tl.minimum(steps, 0), V + tl.minimum(steps, 0)  # K and V, but loops of one turn stay loops
+    zero = tl.minimum(steps, 0) * 64
+    ACROSS: tl.constexpr = (V + BV - 1) // BV
+    ALONE: tl.constexpr = K <= BK and V <= BV
     u += (number * heads + head) * TILE
     w += (number * heads + head) * TILE
     states += (number * heads + head) * K * V
     grad_states += (number * heads + head) * K * V
 
     there = row < steps
-    q_at = token_rows(q, low + start, row, head, heads, K)
-    out_at = token_rows(grad_output, low + start, row, head, heads, V)
+    key_offset, value_offset = row * (heads * K), row * (heads * V)
+    token = ((low + start) * heads + head).to(tl.int64)
+    lookback = (W - 1) * heads
+    q_at, grad_q_at = (q + token * K, key_offset), (grad_q + token * K, key_offset)
+    out_at = (grad_output + token * V, value_offset)
+    grad_v_at = (grad_v + (token - lookback) * V, value_offset)
     pair = row - (W - 1)
     own = (row >= W - 1) & (row < steps + W - 1)
     readable = exists(start + pair, row < steps + W - 1, SHIFT, CARRIED)
     has_value = exists(start + pair, row < steps + W - 1, 0, CARRIED)
-    x_at = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
-    y_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
-    old = (number * heads + head) * (W - 1) + row
-    scratch += (number * heads + head) * 6 * TILE
+    if CARRIED:
+        x_at = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
+        y_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
+        into_x = x_rows(grad_k, grad_previous, grad_k, sequence, low, start, pair, head, heads, K, 1, SHIFT, CARRIED)
+        x_at, y_at, grad_x_at = (x_at[:, None], row * 0), (y_at[:, None], row * 0), (into_x[:, None], row * 0)
+    else:
+        x_at = (k + (token - lookback - SHIFT * heads) * K, key_offset)
+        y_at = (v + (token - lookback) * V, value_offset)
+        grad_x_at = (grad_k + (token - lookback - SHIFT * heads) * K, key_offset)
+    old = (number * heads + head) * (W - 1)
 
-    n = tl.zeros([TILE, TILE], tl.float32)
-    for begin in range(0, value_end, BV):
-        channels = begin + tl.arange(0, BV)
-        y = load_rows(y_at, has_value, channels, V).to(OPERAND)
-        out = load_rows(out_at, there, channels, V).to(OPERAND)
-        n = tl.dot(y, tl.trans(out), n, input_precision=PRECISION)
-    a = tl.zeros([TILE, TILE], tl.float32)
-    for begin in range(0, key_end, BK):
-        columns = begin + tl.arange(0, BK)
-        x = load_rows(x_at, readable, columns, K).to(OPERAND)
-        rows = load_rows(q_at, there, columns, K).to(OPERAND)
-        a = tl.dot(x, tl.trans(rows), a, input_precision=PRECISION)
+    if ONCE:
+        y = _tiles(y_at, has_value, V, BV, OPERAND)
+        out = _tiles(out_at, there, V, BV, OPERAND)
+        x = _tiles(x_at, readable, K, BK, OPERAND)
+        rows = _tiles(q_at, there, K, BK, OPERAND)
+        g = ()
+        for key_begin in tl.static_range(0, K, BK):
+            for begin in tl.static_range(0, V, BV):
+                g += (_block(grad_states, key_begin, begin, K, V, BK, BV).to(OPERAND),)
 
     end = tl.load(u + TILE - 1)
     at = tl.load(u + row)
     column = tl.load(c + (number * heads + head) * TILE + row)
+    weight = tl.load(w + row)
     read_u = at
     if LAG > 0:
         read_u = _number_at(u, row - LAG)
-    age = row[None, :] - LAG - row[:, None]
-    reach = tl.where(age >= 0, read_u[None, :] - at[:, None], tl.where(age > -W, 0.0, float("-inf")))
-    reach = tl.exp2(reach)
-    if W == 1:
-        factor = column[:, None]
-    elif W <= UNROLLED:
-        factor = tl.where(age >= 0, column[:, None], 0.0)
-        written = at * 0.0
-        for d in tl.static_range(W - 1):
-            factor, written = _row_diagonal(factor, written, 1.0, d, age, u, w, row, True, W)
+
+    n = tl.zeros([TILE, TILE], tl.float32)
+    a = tl.zeros([TILE, TILE], tl.float32)
+    if ONCE:
+        for begin in tl.static_range(0, V, BV):
+            n = tl.dot(y[begin // BV], tl.trans(out[begin // BV]), n, input_precision=PRECISION)
+        for begin in tl.static_range(0, K, BK):
+            a = tl.dot(x[begin // BK], tl.trans(rows[begin // BK]), a, input_precision=PRECISION)
     else:
-        factor = tl.where(age >= 0, column[:, None], 0.0)
-        written = at * 0.0
-        for d in range(W - 1):
-            factor, written = _row_diagonal(factor, written, 1.0, d, age, u, w, row, True, W)
-    n = n * reach
-    a_m = (a * reach * factor).to(OPERAND)
-    n_m = (n * factor).to(OPERAND)
-    h = n * a
-    later = tl.where(age > 0, h, 0.0)
-    past = tl.sum(later, 1)
-    later = later * column[:, None]
-    if W > 1:
-        written = at * 0.0
-        if W <= UNROLLED:
-            for d in tl.static_range(W):
-                later, written = _row_diagonal(later, written, h, d, age, u, w, row, False, W)
-        else:
-            for d in range(W):
-                later, written = _row_diagonal(later, written, h, d, age, u, w, row, False, W)
-    tl.store(scratch + row, tl.sum(later, 0))  # by the token that reads
-    e = tl.exp2(end - at) * column
-    written, at_once = _by_step(past, h, u, row, LAG, W)
-    tl.store(scratch + TILE + row, written)
-    tl.store(scratch + 2 * TILE + row, at_once)
-
-    for begin in range(0, value_end, BV):
-        channels = begin + tl.arange(0, BV)
-        of_y = tl.zeros([TILE, BV], tl.float32)
-        for key_begin in range(0, key_end, BK):
-            columns = key_begin + tl.arange(0, BK)
-            x = load_rows(x_at, readable, columns, K).to(OPERAND)
-            g = load_rows(grad_states + columns * V, columns < K, channels, V).to(OPERAND)
-            of_y = tl.dot(x, g, of_y, input_precision=PRECISION)
-        _add_to(scratch + 3 * TILE + row, of_y * load_rows_again(y_at, has_value, channels, V).to(tl.float32), begin, 1)
-        out = load_rows(out_at, there, channels, V).to(OPERAND)
-        of_y = tl.dot(a_m, out, of_y * e[:, None], input_precision=PRECISION)
-        store_rows(token_rows(grad_v, low + start, pair, head, heads, V), of_y, own, channels, V)
-        if W > 1:
-            store_rows(old_grad_v + old * V, of_y, has_value & (row < W - 1), channels, V)
-
-    product = tl.zeros([BK], tl.float32)
-    for key_begin in range(0, key_end, BK):
-        columns = key_begin + tl.arange(0, BK)
-        of_q = tl.zeros([BK, TILE], tl.float32)
-        for begin in range(0, value_end, BV):
+        for begin in range(0, V, BV):
             channels = begin + tl.arange(0, BV)
-            s = load_rows(states + columns * V, columns < K, channels, V)
-            g = load_rows(grad_states + columns * V, columns < K, channels, V)
-            product += tl.sum(s.to(tl.float32) * g.to(tl.float32), 1)
-            out = load_rows(out_at, there, channels, V).to(OPERAND)
-            of_q = tl.dot(s.to(OPERAND), tl.trans(out), of_q, input_precision=PRECISION)
-        of_q = of_q * tl.exp2(read_u)[None, :]
-        rows = load_rows_again(q_at, there, columns, K)
-        _add_to(scratch + 4 * TILE + row, of_q * tl.trans(rows).to(tl.float32), key_begin, 0)
-        x = load_rows(x_at, readable, columns, K).to(OPERAND)
-        of_q = tl.dot(tl.trans(x), n_m, of_q, input_precision=PRECISION)
-        store_rows(
-            token_rows(grad_q, low + start, row, head, heads, K),
-            tl.trans(of_q.to(grad_q.dtype.element_ty)),
-            there,
-            columns,
-            K,
-        )
+            y = load_tile(y_at, has_value, channels, V).to(OPERAND)
+            out = load_tile(out_at, there, channels, V).to(OPERAND)
+            n = tl.dot(y, tl.trans(out), n, input_precision=PRECISION)
+        for begin in range(0, K, BK):
+            columns = begin + tl.arange(0, BK)
+            x = load_tile(x_at, readable, columns, K).to(OPERAND)
+            rows = load_tile(q_at, there, columns, K).to(OPERAND)
+            a = tl.dot(x, tl.trans(rows), a, input_precision=PRECISION)
 
-    product = tl.sum(product, 0) * tl.exp2(end)
+    since = (row + LAG)[:, None]  # the first token that reads all of a pair
+    reach = read_u[None, :] - at[:, None]
+    if W == 1:
+        reach = tl.exp2(tl.where(row[None, :] >= since, reach, float("-inf")))
+        factor = column[:, None]
+    else:  # log decays of pairs that are not yet written are those of later tokens less theirs, at least 0
+        reach = tl.exp2(tl.minimum(reach, 0.0))
+        factor = _weights(column, u, w, row, LAG, W)
+    n *= reach
+    n_m = (n * factor).to(OPERAND)
+    a_m = (a * reach * factor).to(OPERAND)
+    h = n * a
+    by_weight, by_decay = _by_step(tl.sum(tl.where(row[None, :] > since, h, 0.0), 1), h, u, w, row, LAG, W)
+    h = tl.where(row[None, :] > since, h, 0.0)
+    reading = tl.sum(h * column[:, None], 0)  # by the token that reads
+    e = tl.exp2(end - at) * column
 
-    tl.debug_barrier()
-    passing = tl.load(scratch + row) + tl.load(scratch + 4 * TILE + row)
-    written = tl.load(scratch + TILE + row)
-    weight = tl.load(w + row)
-    z = tl.load(scratch + 3 * TILE + row)
-    gap = row[None, :] - row[:, None]
-    in_window = (gap <= 0) & (gap > -W)  # of pairs by rows, and of steps
-    if W > 1:
-        z = tl.sum(tl.where(in_window, z[:, None], 0.0), 0)
-    of_end = tl.exp2(end - tl.load(u + row)) * z
-    of_weight = written + tl.load(scratch + 2 * TILE + row) + of_end
-    if LAG == 0:
-        passed = tl.where(gap <= 0, (passing - weight * written)[:, None], (weight * of_end)[:, None])
-    else:
-        passed = tl.where(gap <= 0, (-weight * written)[:, None], (weight * of_end)[:, None])
-        passed += tl.where(gap <= -LAG, passing[:, None], 0.0)
-    of_decay = tl.sum(passed, 0) + product
+    valid = count
     if MASKED:
-        count = tl.load(lengths + sequence).to(tl.int32)
+        valid = tl.load(lengths + sequence).to(tl.int32)
     place = start + row
     token = (low + place) * heads + head
-    active = there & pair_exists(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    active = there & pair_exists(place, valid, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    size = window_size(place, valid, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
     statistic = tl.load(energy + (number * heads + head) * TILE + row)
-    of_gain, of_ridge, of_norm = token_gradients(
-        place, token, active, gain, ridge, statistic, of_weight, of_decay, previous_valid, tail_valid, sequence, count,
-        W, SHIFT, CARRIED, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
-    )  # fmt: skip
+    beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
+    base = beta * 0.0
+    if RIDGE > 0:
+        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
+
+    z = row.to(tl.float32) * 0.0
+    from_memory = z
+    if ONCE:
+        if ALONE:
+            s = (_block(states, 0, 0, K, V, BK, BV).to(OPERAND),)
+        for begin in tl.static_range(0, V, BV):
+            channels = begin + tl.arange(0, BV)
+            again = load_tile_again(y_at, zero, has_value, channels, V)
+            of_y = tl.zeros([TILE, BV], tl.float32)
+            for key_begin in tl.static_range(0, K, BK):
+                block = g[key_begin // BK * ACROSS + begin // BV]
+                of_y = tl.dot(x[key_begin // BK], block, of_y, input_precision=PRECISION)
+            z += tl.sum(of_y * again.to(tl.float32), 1)
+            of_y = tl.dot(a_m, out[begin // BV], of_y * e[:, None], input_precision=PRECISION)
+            of_y = of_y.to(grad_v.dtype.element_ty)
+            store_tile(grad_v_at, of_y, own, channels, V)
+            if W > 1:
+                store_tile((old_grad_v + old * V, row * V), of_y, has_value & (row < W - 1), channels, V)
+        products = tl.zeros([BV, BV], tl.float32)
+        for key_begin in tl.static_range(0, K, BK):
+            columns = key_begin + tl.arange(0, BK)
+            if not ALONE:
+                s = ()
+                for begin in tl.static_range(0, V, BV):
+                    s += (_block(states, key_begin, begin, K, V, BK, BV).to(OPERAND),)
+            again = load_tile_again(q_at, zero, there, columns, K)
+            of_q = tl.zeros([BK, TILE], tl.float32)
+            found = tl.zeros([TILE, BK], tl.float32)
+            for begin in tl.static_range(0, V, BV):
+                this = s[begin // BV]
+                block = g[key_begin // BK * ACROSS + begin // BV]
+                products = tl.dot(tl.trans(this), block, products, input_precision=PRECISION)
+                if key_begin + BK >= K and begin + BV >= V:
+                    product = tl.sum(_diagonal_sum(products, tl.arange(0, BV), 0), 0)
+                found = tl.dot(out[begin // BV], tl.trans(this), found, input_precision=PRECISION)
+                if begin + BV >= V:
+                    from_memory += tl.sum(found * again.to(tl.float32), 1)
+                of_q = tl.dot(this, tl.trans(out[begin // BV]), of_q, input_precision=PRECISION)
+            of_q *= tl.exp2(_number_at(u + zero, row - LAG))[None, :]
+            of_q = tl.dot(tl.trans(x[key_begin // BK]), n_m, of_q, input_precision=PRECISION)
+            store_tile(grad_q_at, tl.trans(of_q.to(grad_q.dtype.element_ty)), there, columns, K)
+        if not ALONE:
+            y = ()  # again, their place having held tiles of S
+            for begin in tl.static_range(0, V, BV):
+                y += (load_tile_again(y_at, zero, has_value, begin + tl.arange(0, BV), V).to(OPERAND),)
+        from_memory *= tl.exp2(read_u)
+    else:
+        product = 0.0
+        for begin in range(0, V, BV):
+            channels = begin + tl.arange(0, BV)
+            of_y = tl.zeros([TILE, BV], tl.float32)
+            for key_begin in range(0, K, BK):
+                columns = key_begin + tl.arange(0, BK)
+                x = load_tile(x_at, readable, columns, K).to(OPERAND)
+                g = _block(grad_states, key_begin, begin, K, V, BK, BV).to(OPERAND)
+                of_y = tl.dot(x, g, of_y, input_precision=PRECISION)
+            z += tl.sum(of_y * load_tile_again(y_at, zero, has_value, channels, V).to(tl.float32), 1)
+            out = load_tile(out_at, there, channels, V).to(OPERAND)
+            of_y = tl.dot(a_m, out, of_y * e[:, None], input_precision=PRECISION)
+            of_y = of_y.to(grad_v.dtype.element_ty)
+            store_tile(grad_v_at, of_y, own, channels, V)
+            if W > 1:
+                store_tile((old_grad_v + old * V, row * V), of_y, has_value & (row < W - 1), channels, V)
+        for key_begin in range(0, K, BK):
+            columns = key_begin + tl.arange(0, BK)
+            of_q = tl.zeros([BK, TILE], tl.float32)
+            for begin in range(0, V, BV):
+                channels = begin + tl.arange(0, BV)
+                s = _block(states, key_begin, begin, K, V, BK, BV)
+                g = _block(grad_states, key_begin, begin, K, V, BK, BV)
+                product += tl.sum(tl.sum(s.to(tl.float32) * g.to(tl.float32), 1), 0)
+                out = load_tile(out_at, there, channels, V).to(OPERAND)
+                of_q = tl.dot(s.to(OPERAND), tl.trans(out), of_q, input_precision=PRECISION)
+            of_q = of_q * tl.exp2(read_u)[None, :]
+            from_memory += tl.sum(of_q * tl.trans(load_tile_again(q_at, zero, there, columns, K)).to(tl.float32), 0)
+            x = load_tile(x_at, readable, columns, K).to(OPERAND)
+            of_q = tl.dot(tl.trans(x), n_m, of_q, input_precision=PRECISION)
+            of_q = tl.trans(of_q.to(grad_q.dtype.element_ty))
+            store_tile(grad_q_at, of_q, there, columns, K)
+
+    if ONCE:
+        again = ()
+        for key_begin in tl.static_range(0, K, BK):
+            again += (load_tile_again(x_at, zero, readable, key_begin + tl.arange(0, BK), K),)
+    reading += from_memory
+    if LAG > 0:
+        reading = _moved(reading, LAG, row)  # by the step after which it is read
+    of_end = tl.exp2(end - at) * _window_sum(z, row, 1, W)
+    of_weight = by_weight + of_end
+    passed = weight * of_end
+    of_decay = tl.cumsum(reading + by_decay, 0, reverse=True) + tl.cumsum(passed, 0) - passed
+    of_decay += product * tl.exp2(end)
+    of_gain, of_ridge, of_norm = step_gradients(
+        beta, base, statistic, of_weight / size, of_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
+    )
     tl.store(grad_gain + token, of_gain, mask=there)
     if RIDGE > 0:
         tl.store(grad_ridge + token, of_ridge, mask=there)
-    tl.store(scratch + 5 * TILE + row, of_norm)
-    tl.debug_barrier()
-    of_norm = tl.load(scratch + 5 * TILE + row)
-    if W > 1:
-        of_norm = tl.sum(tl.where(in_window, of_norm[None, :], 0.0), 1)
+    of_norm = 2.0 * _window_sum(of_norm / size, row, -1, W)
 
-    into_x = x_rows(grad_k, grad_previous, grad_k, sequence, low, start, pair, head, heads, K, 1, SHIFT, CARRIED)
-    for key_begin in range(0, key_end, BK):
-        columns = key_begin + tl.arange(0, BK)
-        of_x = tl.zeros([TILE, BK], tl.float32)
-        for begin in range(0, value_end, BV):
-            channels = begin + tl.arange(0, BV)
-            y = load_rows(y_at, has_value, channels, V).to(OPERAND)
-            g = load_rows(grad_states + columns * V, columns < K, channels, V).to(OPERAND)
-            of_x = tl.dot(y, tl.trans(g), of_x, input_precision=PRECISION)
-        rows = load_rows(q_at, there, columns, K).to(OPERAND)
-        of_x = tl.dot(n_m, rows, of_x * e[:, None], input_precision=PRECISION)
-        x = load_rows_again(x_at, readable, columns, K).to(tl.float32)
-        of_x += 2.0 * of_norm[:, None] * x
-        store_rows(into_x, of_x, own & readable, columns, K)
-        if W > 1:
-            store_rows(old_grad_x + old * K, of_x, readable & (row < W - 1), columns, K)
-        if SHIFT and start + C >= count:  # the last key is nobody's write feature here
-            last = grad_k + ((low + start + steps - 1) * heads + head) * K + columns
-            tl.store(last, tl.zeros([BK], tl.float32), mask=columns < K)
+    if ONCE:
+        for key_begin in tl.static_range(0, K, BK):
+            columns = key_begin + tl.arange(0, BK)
+            of_x = tl.zeros([TILE, BK], tl.float32)
+            for begin in tl.static_range(0, V, BV):
+                block = g[key_begin // BK * ACROSS + begin // BV]
+                of_x = tl.dot(y[begin // BV], tl.trans(block), of_x, input_precision=PRECISION)
+            of_x = tl.dot(n_m, rows[key_begin // BK], of_x * e[:, None], input_precision=PRECISION)
+            of_x += of_norm[:, None] * again[key_begin // BK].to(tl.float32)
+            of_x = of_x.to(grad_k.dtype.element_ty)
+            store_tile(grad_x_at, of_x, own & readable, columns, K)
+            if W > 1:
+                store_tile((old_grad_x + old * K, row * K), of_x, readable & (row < W - 1), columns, K)
+    else:
+        for key_begin in range(0, K, BK):
+            columns = key_begin + tl.arange(0, BK)
+            of_x = tl.zeros([TILE, BK], tl.float32)
+            for begin in range(0, V, BV):
+                channels = begin + tl.arange(0, BV)
+                y = load_tile(y_at, has_value, channels, V).to(OPERAND)
+                g = _block(grad_states, key_begin, begin, K, V, BK, BV).to(OPERAND)
+                of_x = tl.dot(y, tl.trans(g), of_x, input_precision=PRECISION)
+            rows = load_tile(q_at, there, columns, K).to(OPERAND)
+            of_x = tl.dot(n_m, rows, of_x * e[:, None], input_precision=PRECISION)
+            of_x += of_norm[:, None] * load_tile_again(x_at, zero, readable, columns, K).to(tl.float32)
+            of_x = of_x.to(grad_k.dtype.element_ty)
+            store_tile(grad_x_at, of_x, own & readable, columns, K)
+            if W > 1:
+                store_tile((old_grad_x + old * K, row * K), of_x, readable & (row < W - 1), columns, K)
+    if SHIFT and start + C >= count:  # the last key is nobody's write feature here
+        last = grad_k + ((low + start + steps - 1) * heads + head) * K
+        for of_last in tl.static_range(0, K, BK):
+            columns = of_last + tl.arange(0, BK)
+            tl.store(last + columns, tl.zeros([BK], tl.float32), mask=columns < K)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -585,7 +718,8 @@ class Plan:
             "STORE", "FINAL", "INITIAL", "FROM_ZERO",
         )  # fmt: skip
         step = {"MASKED": masked} | schedule.constants()
-        part = {"BK": min(backward.key_tile, key_tile)}
+        once = backward.once and value_dim <= 2 * backward.value_tile
+        part = {"BK": min(backward.key_tile, key_tile), "ONCE": once}
         self.backward = launcher(_chunk_backward, chunks, options(backward, sizes, tile, rule, numbers, step, part))
         self.lookback_rows = chunks * (window - 1)
         lookback = {"BV": value_width, "LOOKBACK": triton.next_power_of_2(max(window - 1, 1)), "num_warps": 4}
@@ -679,12 +813,11 @@ def backward(
 
     old_x = old_v = None
     if plan.lookback_rows:
-        old_x, old_v = (weight.new_empty(plan.lookback_rows * t.shape[-1]) for t in (k, v))
-    scratch = weight.new_empty(6 * energy.numel())
+        old_x, old_v = (t.new_empty(plan.lookback_rows * t.shape[-1]) for t in (k, v))
     plan.backward(
         q, k, v, log_decay, weight[0], weight[-1], before.previous_key, before.tail_x, before.tail_v, gain, ridge,
         energy, before.previous_valid, before.tail_valid, lengths, grad_output, states, grad_states, grad_q, grad_k,
-        grad_v, grad_gain, grad_ridge, grad_before.previous_key, old_x, old_v, scratch, *tables, *plan.across,
+        grad_v, grad_gain, grad_ridge, grad_before.previous_key, old_x, old_v, *tables, *plan.across,
     )  # fmt: skip
     if plan.lookback_rows:
         plan.lookback(

@@ -160,3 +160,29 @@ def load_rows_again(rows, there, columns, WIDTH: tl.constexpr):
 @triton.jit
 def store_rows(rows, tile, there, columns, WIDTH: tl.constexpr):
     tl.store(rows[:, None] + columns[None, :], tile, mask=_inside(there, columns, WIDTH))
+
+
+@triton.jit
+def _pointers(at, columns):
+    return at[0] + (at[1][:, None] + columns[None, :])
+
+
+@triton.jit
+def load_tile(at, there, columns, WIDTH: tl.constexpr):
+    """`load_rows` of rows at (base, offsets [R]): fewer registers, the base being one and offsets of 32 bits."""
+    return tl.load(_pointers(at, columns), mask=_inside(there, columns, WIDTH), other=0.0)
+
+
+@triton.jit
+def load_tile_again(at, zero, there, columns, WIDTH: tl.constexpr):
+    """`load_tile` from cache, of what the compiler would else keep in registers since the first time.
+
+    zero: not known to the compiler, so that it does not keep addresses either; a multiple of 64 to it.
+    """
+    pointers = _pointers((at[0], at[1] + zero), columns)
+    return tl.load(pointers, mask=_inside(there, columns, WIDTH), other=0.0, cache_modifier=".ca")
+
+
+@triton.jit
+def store_tile(at, tile, there, columns, WIDTH: tl.constexpr):
+    tl.store(_pointers(at, columns), tile, mask=_inside(there, columns, WIDTH))

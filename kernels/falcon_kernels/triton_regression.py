@@ -28,10 +28,10 @@ Everything that does not depend from chunk to chunk is left out of the two passe
 stored that way round too. The last kernel ends with the gradients of the schedule: each pair is of one token here, so
 that what its energy asks for is known where its gradient is.
 
-Elements moved per token and head, the forward of training:
-    invert K + C, prepare 2K + 2V + C, carry 2K + 2V + KV/C, read 2K + 2V + KV/C
+Elements moved per token and head, the forward of training; A^-1 is in float32, ten of its sixteen blocks are read:
+    invert K + 2C, prepare 2K + 2V + 5C/4, carry 2K + 2V + KV/C, read 2K + 2V + KV/C
 Kept for the backward are A^-1, S and Z; W is formed again there, as fast as it is read and a sixth of what is kept:
-    prepare 3K + 2V + C, reverse 3K + 3V + KV/C, gradients 4K + 5V + C + 2KV/C
+    prepare 3K + 2V + 5C/4, reverse 3K + 3V + KV/C, gradients 4K + 5V + 5C/4 + 2KV/C
 
 Decays enter as exp(u_t - u_s), s <= t only. The schedule sums u, for other than bfloat16 inputs in two parts, one of
 them rounded to 2^-12 so that its sums and differences are exact while |u| < 4,096, so that a difference is as accurate
@@ -53,6 +53,7 @@ from .triton_layout import (
     chunk_of,
     exists,
     load_rows,
+    load_rows_again,
     operand_dtype,
     span,
     store_rows,
@@ -86,6 +87,15 @@ def _turned(rows, columns, there, WIDTH: tl.constexpr):
         return rows[None, :] + columns[:, None], there[None, :]
     else:
         return rows[None, :] + columns[:, None], there[None, :] & (columns < WIDTH)[:, None]
+
+
+@triton.jit
+def _load_state(state, columns, kk, V: tl.constexpr, K: tl.constexpr):
+    """[columns, kk] of a chunk state, 0 past its V rows and K columns."""
+    if (columns.shape[0] * 0 + V) % columns.shape[0] == 0 and (kk.shape[0] * 0 + K) % kk.shape[0] == 0:
+        return tl.load(state + (columns * K)[:, None] + kk[None, :])
+    else:
+        return load_rows(state + columns * K, columns < V, kk, K)
 
 
 @triton.jit
@@ -207,6 +217,12 @@ def _diagonal(eta, gram, before_c, before_f, uc, uf, i, OPERAND: tl.constexpr):
 @triton.jit
 def _store_block(base, i, row: tl.constexpr, column: tl.constexpr, block, C: tl.constexpr):
     tl.store(base + (row * 16 + i)[:, None] * C + (column * 16 + i)[None, :], block)
+
+
+@triton.jit
+def _inverse_of(inverse, program, row, column, C: tl.constexpr):
+    """What `_invert` has stored for a chunk and head; the blocks above the diagonal, which are zero, are not read."""
+    return tl.load(inverse + program * C * C + row * C + column, mask=row // 16 >= column // 16, other=0.0)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -336,7 +352,7 @@ def _prepare(
     x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     there = exists(place, here, SHIFT, CARRIED)
 
-    solved = tl.load(inverse + program * C * C + i[:, None] * C + i[None, :]).to(tl.float32)
+    solved = _inverse_of(inverse, program, i[:, None], i[None, :], C).to(tl.float32)
     left = solved * (eta * tl.exp2(before_c + before_f))[None, :]
     scores = tl.zeros([C, C], tl.float32)
     for begin in range(0, K, BK):
@@ -367,6 +383,18 @@ def _prepare(
 # Forward over the chunks, and the read
 
 
+@triton.jit
+def _negative(at, mask, C: tl.constexpr, OPERAND: tl.constexpr):
+    """What `at` points to in float32, times -1; of bfloat16 as a product. Only operands of products are loaded ahead
+    through shared memory: what else is loaded for the next chunk is waited for as soon as it is asked for."""
+    tile = (-tl.load(at, mask=mask, other=0.0).to(tl.float32)).to(OPERAND)
+    if tl.bfloat16 == OPERAND:
+        i = tl.arange(0, C)
+        return tl.dot(tile, tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(OPERAND))
+    else:
+        return tile
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def _carry(
     k, previous, log_decay, memory, w, z, states, final, bounds, first, length, longest, heads, places,
@@ -389,7 +417,7 @@ def _carry(
     for start in range(0, count, C):
         chunk = (number + start // C) * heads + head
         decays = log_decay + chunk * C
-        store_rows(states + (chunk * V + columns) * K, s, columns < V, kk, K)
+        store_rows(states + chunk * (V * K) + columns * K, s, columns < V, kk, K)
         place = start + i
         here = place < count
         uc, uf = _running(decays, places, i, 0, OPERAND)
@@ -398,7 +426,7 @@ def _carry(
         x = load_rows(x_at, exists(place, here, SHIFT, CARRIED), kk, K).to(OPERAND)
         lost = load_rows(_rows(w, low + start, head, heads, i, K), here, kk, K)
         at, mask = _turned(_rows(z, low + start, head, heads, i, V), columns, here, V)
-        residual = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        residual = -_negative(at, mask, C, OPERAND)
         residual -= tl.dot(s.to(OPERAND), tl.trans(lost), input_precision=PRECISION)
         tl.store(at, residual, mask=mask)
         residual *= tl.exp2((end_c - uc) + (end_f - uf))[None, :]
@@ -418,6 +446,7 @@ def _read(
     columns = (program % tl.cdiv(V, BV)).to(tl.int32) * BV + tl.arange(0, BV)
     program = program // tl.cdiv(V, BV)
     log_decay += program * C
+    states += program * V * K
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
@@ -434,7 +463,7 @@ def _read(
         kk = begin + tl.arange(0, BK)
         queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
         x = load_rows(x_at, there, kk, K).to(OPERAND)
-        s = load_rows(states + (program * V + columns) * K, columns < V, kk, K)
+        s = _load_state(states, columns, kk, V, K)
         scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
         out = tl.dot(queries, tl.trans(s), out, input_precision=PRECISION)
     uc, uf = _running(log_decay, places, i, 0, OPERAND)
@@ -476,7 +505,7 @@ def _reverse(
         start = (chunks - 1 - back) * C
         chunk = (number + chunks - 1 - back) * heads + head
         decays = log_decay + chunk * C
-        store_rows(grad_states + (chunk * V + columns) * K, g, columns < V, kk, K)
+        store_rows(grad_states + chunk * (V * K) + columns * K, g, columns < V, kk, K)
         place = start + i
         here = place < count
         uc, uf = _running(decays, places, i, 0, OPERAND)
@@ -490,12 +519,25 @@ def _reverse(
         given = tl.load(at, mask=mask, other=0.0).to(tl.float32) * tl.exp2(rc + rf)[None, :]
         at, mask = _turned(_rows(grad_z, low + start, head, heads, i, V), columns, here, V)
         dz = tl.dot(g.to(OPERAND), tl.trans(x), input_precision=PRECISION)
-        dz = dz * tl.exp2((end_c - uc) + (end_f - uf))[None, :] + tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        dz = dz * tl.exp2((end_c - uc) + (end_f - uf))[None, :] - _negative(at, mask, C, OPERAND)
         tl.store(at, dz, mask=mask)
         g = tl.dot(given.to(OPERAND), queries, g * tl.exp2(end_c + end_f), input_precision=PRECISION)
         g = tl.dot((-dz).to(OPERAND), lost, g, input_precision=PRECISION)
     if CARRIED:
         tl.store(grad_memory + own, g, mask=inside)
+
+
+@triton.jit
+def _product(a, b):
+    """Sum of a * b over all elements."""
+    return tl.sum(a.to(tl.float32) * b.to(tl.float32))
+
+
+@triton.jit
+def _settled(sums, i):
+    """The same numbers by way of shared memory: the compiler puts off other sums, and keeps what they are of, until it
+    runs out of registers."""
+    return tl.gather(sums, i, 0)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -510,10 +552,12 @@ def _gradients(
 ):  # fmt: skip
     """Gradients of one chunk of one head: of q, v and the write features where their keys lie, of gain and ridge.
 
-    Products [C, C] that are left operands both ways round are formed twice, not transposed.
+    Products [C, C] that are left operands both ways round are formed twice, not transposed. Where all channels are one
+    tile, operands of products are loaded once, before all products.
     """
     program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * C, log_decay + program * C
+    states, grad_states = states + program * V * K, grad_states + program * V * K
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
@@ -522,135 +566,169 @@ def _gradients(
     place = start + i
     here = place < count
     there = exists(place, here, SHIFT, CARRIED)
-    row = (low + place) * heads + head
+    given_at = _rows(grad_output, low + start, head, heads, i, V)
+    dz_at = _rows(grad_z, low + start, head, heads, i, V)
+    z_at = _rows(z, low + start, head, heads, i, V)
+    v_at = _rows(v, low + start, head, heads, i, V)
+    q_at = _rows(q, low + start, head, heads, i, K)
     x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
-    transposed = tl.load(inverse + program * C * C + i[None, :] * C + i[:, None]).to(OPERAND)
+    kk, columns = tl.arange(0, BK), tl.arange(0, BV)
+    dz = load_rows(dz_at, here, columns, V)
+    given = load_rows(given_at, here, columns, V).to(OPERAND)
+    residual = load_rows(z_at, here, columns, V)
+    values = load_rows(v_at, here, columns, V)
+    s = _load_state(states, columns, kk, V, K)
+    x = load_rows(x_at, there, kk, K).to(OPERAND)
+    queries = load_rows(q_at, here, kk, K).to(OPERAND)
+    g = _load_state(grad_states, columns, kk, V, K)
+    eta = tl.load(weight + i)
+    uc, uf = _running(log_decay, places, i, 0, OPERAND)
+    rc, rf = _running(log_decay, places, i, LAG, OPERAND)
+    before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
+    end_c, end_f = _at_end(log_decay, places, C, OPERAND)
+    transposed = _inverse_of(inverse, program, i[None, :], i[:, None], C).to(OPERAND)
+    kept = _product(s, g) * tl.exp2(end_c + end_f)
+    minus = -tl.exp2((before_c - rc) + (before_f - rf))
 
+    # dP, and dA without exp(u_{i-1} - r_i), which Y has already
+    y = tl.dot(transposed, dz, input_precision=PRECISION)
+    found = (minus[:, None] * y).to(OPERAND)
+    gained = tl.zeros([C], tl.float32)
+    for begin in range(0, V, BV):
+        columns = begin + tl.arange(0, BV)
+        if V > BV:
+            values = load_rows(v_at, here, columns, V)
+            y = tl.dot(transposed, load_rows(dz_at, here, columns, V), input_precision=PRECISION)
+        gained += tl.sum(y * values.to(tl.float32), 1)
+        store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
+    gained = _settled(gained, i)
     scores = tl.zeros([C, C], tl.float32)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
-        given = load_rows(_rows(grad_output, low + start, head, heads, i, V), here, columns, V).to(OPERAND)
-        residual = load_rows(_rows(z, low + start, head, heads, i, V), here, columns, V)
+        if V > BV:
+            given = load_rows(given_at, here, columns, V).to(OPERAND)
+            residual = load_rows(z_at, here, columns, V)
         scores = tl.dot(given, tl.trans(residual), scores, input_precision=PRECISION)
-    uc, uf = _running(log_decay, places, i, 0, OPERAND)
-    rc, rf = _running(log_decay, places, i, LAG, OPERAND)
-    seen = i[:, None] >= i[None, :] + LAG
-    scores *= _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
-    narrow = scores.to(OPERAND)
+    decay = _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], i[:, None] >= i[None, :] + LAG)
+    scores_left = (scores * decay).to(OPERAND)
+    if LAG == 0:
+        decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
+    system = tl.zeros([C, C], tl.float32)
+    for begin in range(0, V, BV):
+        columns = begin + tl.arange(0, BV)
+        if V > BV:
+            residual = load_rows(z_at, here, columns, V)
+            y = tl.dot(transposed, load_rows(dz_at, here, columns, V), input_precision=PRECISION)
+            found = (minus[:, None] * y).to(OPERAND)
+        system = tl.dot(found, tl.trans(residual), system, input_precision=PRECISION)
+    system_left = (system * decay).to(OPERAND)
+
     read = tl.zeros([C], tl.float32)
     for beginning in range(0, K, BK):
         kk = beginning + tl.arange(0, BK)
+        if K > BK:
+            x = load_rows(x_at, there, kk, K).to(OPERAND)
+        q_again = load_rows_again(q_at, here, kk, K)
         dq = tl.zeros([C, BK], tl.float32)
         for begin in range(0, V, BV):
             columns = begin + tl.arange(0, BV)
-            given = load_rows(_rows(grad_output, low + start, head, heads, i, V), here, columns, V).to(OPERAND)
-            s = load_rows(states + (program * V + columns) * K, columns < V, kk, K)
+            if V > BV:
+                given = load_rows(given_at, here, columns, V).to(OPERAND)
+            if V > BV or K > BK:
+                s = _load_state(states, columns, kk, V, K)
             dq = tl.dot(given, s, dq, input_precision=PRECISION)
-        x = load_rows(x_at, there, kk, K).to(OPERAND)
-        dq = tl.dot(narrow, x, dq * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
+        dq = tl.dot(scores_left, x, dq * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
         store_rows(_rows(grad_q, low + start, head, heads, i, K), dq, here, kk, K)
-        read += tl.sum(load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(tl.float32) * dq, 1)
-
-    # Step sizes and decays are loaded again for each part: along the columns of a product they take many registers.
-    eta = tl.load(weight + i)
-    grad_eta = tl.zeros([C], tl.float32)
-    system = tl.zeros([C, C], tl.float32)
-    turned = tl.zeros([C, C], tl.float32)
-    for begin in range(0, V, BV):
-        columns = begin + tl.arange(0, BV)
-        dz = load_rows(_rows(grad_z, low + start, head, heads, i, V), here, columns, V)
-        y = tl.dot(transposed, dz, input_precision=PRECISION)
-        store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
-        grad_eta += tl.sum(y * load_rows(_rows(v, low + start, head, heads, i, V), here, columns, V).to(tl.float32), 1)
-        residual = load_rows(_rows(z, low + start, head, heads, i, V), here, columns, V)
-        found = y.to(OPERAND)
-        system = tl.dot(found, tl.trans(residual), system, input_precision=PRECISION)
-        turned = tl.dot(residual, tl.trans(found), turned, input_precision=PRECISION)
-    uc, uf = _running(log_decay, places, i, 0, OPERAND)
-    before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
-    eta = tl.load(weight + i)
-    strict = i[:, None] > i[None, :]
-    system *= -_pairwise(before_c[:, None], before_f[:, None], uc[None, :], uf[None, :], strict)
-    strict = i[None, :] > i[:, None]
-    turned *= -eta[None, :] * _pairwise(before_c[None, :], before_f[None, :], uc[:, None], uf[:, None], strict)
-    system_narrow, turned_narrow = system.to(OPERAND), turned.to(OPERAND)
+        read += tl.sum(q_again.to(tl.float32) * dq, 1)
+    read = _settled(read, i)
 
     scores = tl.zeros([C, C], tl.float32)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
-        given = load_rows(_rows(grad_output, low + start, head, heads, i, V), here, columns, V).to(OPERAND)
-        residual = load_rows(_rows(z, low + start, head, heads, i, V), here, columns, V)
+        if V > BV:
+            given = load_rows(given_at, here, columns, V).to(OPERAND)
+            residual = load_rows(z_at, here, columns, V)
         scores = tl.dot(residual, tl.trans(given), scores, input_precision=PRECISION)
-    uc, uf = _running(log_decay, places, i, 0, OPERAND)
-    rc, rf = _running(log_decay, places, i, LAG, OPERAND)
-    seen = i[None, :] >= i[:, None] + LAG
-    scores *= _pairwise(rc[None, :], rf[None, :], uc[:, None], uf[:, None], seen)
-    narrow = scores.to(OPERAND)
+    decay = _pairwise(rc[None, :], rf[None, :], uc[:, None], uf[:, None], i[None, :] >= i[:, None] + LAG)
+    scores_turned = (scores * decay).to(OPERAND)
+    if LAG == 0:
+        decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
+    system = tl.zeros([C, C], tl.float32)
+    for begin in range(0, V, BV):
+        columns = begin + tl.arange(0, BV)
+        if V > BV:
+            residual = load_rows(z_at, here, columns, V)
+            y = tl.dot(transposed, load_rows(dz_at, here, columns, V), input_precision=PRECISION)
+            found = (minus[:, None] * y).to(OPERAND)
+        system = tl.dot(residual, tl.trans(found), system, input_precision=PRECISION)
+    system_turned = (system * decay * tl.load(weight + i)[None, :]).to(OPERAND)
 
-    eta = tl.load(weight + i)
-    before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
-    uc, uf = _running(log_decay, places, i, 0, OPERAND)
-    end_c, end_f = _at_end(log_decay, places, C, OPERAND)
     into = _x_rows(grad_k, grad_previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     decayed = tl.zeros([C], tl.float32)
-    carried = tl.zeros([C], tl.float32)
     written = tl.zeros([C], tl.float32)
-    kept = tl.zeros([BV], tl.float32)
+    if V > BV or K > BK:
+        kept = 0.0
     dx = tl.zeros([C, BK], tl.float32)
+    x_again = load_rows_again(x_at, there, tl.arange(0, BK), K)
     for beginning in range(0, K, BK):
         kk = beginning + tl.arange(0, BK)
-        found = tl.zeros([C, BK], tl.float32)
+        if K > BK:
+            x = load_rows(x_at, there, kk, K).to(OPERAND)
+            queries = load_rows(q_at, here, kk, K).to(OPERAND)
+        x_again = load_rows_again(x_at, there, kk, K)
+
+        dx = tl.zeros([C, BK], tl.float32)
         for begin in range(0, V, BV):
             columns = begin + tl.arange(0, BV)
-            dz = load_rows(_rows(grad_z, low + start, head, heads, i, V), here, columns, V)
-            s = load_rows(states + (program * V + columns) * K, columns < V, kk, K)
-            found = tl.dot(dz, s, found, input_precision=PRECISION)
-        found = tl.dot(transposed, found.to(OPERAND), input_precision=PRECISION)
-        found *= -tl.exp2(before_c + before_f)[:, None]
-        x = load_rows(x_at, there, kk, K).to(OPERAND)
-        found = tl.dot(system_narrow, x, found, input_precision=PRECISION)
-        decayed += tl.sum(x.to(tl.float32) * found, 1)
+            if V > BV:
+                y = tl.dot(transposed, load_rows(dz_at, here, columns, V), input_precision=PRECISION)
+                found = (minus[:, None] * y).to(OPERAND)
+            if V > BV or K > BK:
+                s = _load_state(states, columns, kk, V, K)
+            dx = tl.dot(found, s, dx, input_precision=PRECISION)
+        dx = tl.dot(system_left, x, dx * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
+        decayed += tl.sum(x_again.to(tl.float32) * dx, 1)
+
         left = tl.zeros([C, BK], tl.float32)
         for begin in range(0, V, BV):
             columns = begin + tl.arange(0, BV)
-            residual = load_rows(_rows(z, low + start, head, heads, i, V), here, columns, V)
-            s = load_rows(states + (program * V + columns) * K, columns < V, kk, K)
-            g = load_rows(grad_states + (program * V + columns) * K, columns < V, kk, K)
-            kept += tl.sum(s.to(tl.float32) * g.to(tl.float32), 1)
+            if V > BV:
+                residual = load_rows(z_at, here, columns, V)
+            if V > BV or K > BK:
+                s = _load_state(states, columns, kk, V, K)
+                g = _load_state(grad_states, columns, kk, V, K)
+                kept += _product(s, g) * tl.exp2(end_c + end_f)
             left = tl.dot(residual, g, left, input_precision=PRECISION)
         left *= tl.exp2((end_c - uc) + (end_f - uf))[:, None]
-        carried += tl.sum(x.to(tl.float32) * left, 1)
-        queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
-        left = tl.dot(narrow, queries, left, input_precision=PRECISION)
-        left = tl.dot(turned_narrow, x, left, input_precision=PRECISION)
-        written += tl.sum(x.to(tl.float32) * left, 1)
-        dx = eta[:, None] * found + left
+        kept += _product(x_again, left)
+        left = tl.dot(scores_turned, queries, left, input_precision=PRECISION)
+        left = tl.dot(system_turned, x, left, input_precision=PRECISION)
+        written += tl.sum(x_again.to(tl.float32) * left, 1)
+        dx = left + eta[:, None] * dx
         if K > BK:  # until what the energy asks for is known
             store_rows(into, dx, there, kk, K)
         if SHIFT:  # the last key is a write feature of the next call, through the state
-            last = _rows(grad_k, low + start, head, heads, i, K)
-            store_rows(last, tl.zeros([C, BK], tl.float32), place == count - 1, kk, K)
+            last = grad_k + ((low + count - 1) * heads + head) * K
+            tl.store(last + kk, tl.zeros([BK], grad_k.dtype.element_ty), mask=(kk < K) & (start + C >= count))
 
-    # Cotangents of u: `at` of u_t, `ahead` of u_{t-1}; those of u_C are in `carried` and `end`.
-    at = carried - written + read * (1 - LAG)
-    ahead = eta * decayed + read * LAG
-    end = tl.sum(kept, 0) * tl.exp2(end_c + end_f)
-    total = tl.where(i[:, None] > i[None, :], (at + ahead)[:, None], carried[:, None])
-    total = tl.where(i[:, None] == i[None, :], at[:, None], total)
-    grad_decay = tl.sum(total, 0) + end
+    # Cotangents: of u_C `kept`, of u_t -`written`, of u_{t-1} `owed`, `read` of the one that is read. A step's decay is
+    # in u_t from its own token on, in u_{t-1} from the next. All but `kept` are summed over tokens as they are: there,
+    # what a pair of tokens has in two of them cancels, roundings too.
+    owed = eta * decayed
+    grad_decay = tl.cumsum(read + owed - written, 0, reverse=True) - owed - read * LAG + kept
 
     real = count
     if MASKED:
         real = tl.load(lengths + sequence).to(tl.int32)
+    row = (low + place) * heads + head
     active = pair_exists(place, real, previous_valid, previous_valid, sequence, 1, SHIFT, CARRIED)
     beta = tl.load(gain + row, mask=active, other=0.0).to(tl.float32)
     coefficient = tl.zeros([C], tl.float32)
     if RIDGE > 0:
         coefficient = tl.load(ridge + row, mask=active, other=0.0).to(tl.float32)
     statistic = tl.load(energy + program * C + i)
-    grad_eta += decayed
     of_gain, of_ridge, of_energy = step_gradients(
-        beta, coefficient, statistic, grad_eta, grad_decay, active, RIDGE, DIRECT, True, DETACH, EPSILON, FLOOR
+        beta, coefficient, statistic, gained + decayed, grad_decay, active, RIDGE, DIRECT, True, DETACH, EPSILON, FLOOR
     )
     tl.store(grad_gain + row, of_gain, mask=here)
     if RIDGE > 0:
@@ -659,13 +737,11 @@ def _gradients(
         tl.debug_barrier()
         for beginning in range(0, K, BK):
             kk = beginning + tl.arange(0, BK)
-            x = load_rows(x_at, there, kk, K).to(tl.float32)
+            wide = load_rows(x_at, there, kk, K).to(tl.float32)
             own = load_rows(into, there, kk, K).to(tl.float32)
-            store_rows(into, own + 2.0 * of_energy[:, None] * x, there, kk, K)
+            store_rows(into, own + 2.0 * of_energy[:, None] * wide, there, kk, K)
     else:
-        kk = tl.arange(0, BK)
-        x = load_rows(x_at, there, kk, K).to(tl.float32)
-        store_rows(into, dx + 2.0 * of_energy[:, None] * x, there, kk, K)
+        store_rows(into, dx + 2.0 * of_energy[:, None] * x_again.to(tl.float32), there, kk, K)
 
 
 # Launches
@@ -701,21 +777,29 @@ class Plan:
             return Launcher(kernel, (programs,), constants | config.options(), flags, aligned)
 
         def across(kernel, config, constants, *flags):
-            tiles = {"BK": min(key_tile, config.value_tile), "BV": min(value_width, config.value_tile)}
+            key_width = min(key_tile, config.value_tile, config.key_tile)
+            tiles = {"BK": key_width, "BV": min(value_width, config.value_tile)}
             return launcher(kernel, layout.chunks * heads, config, more | constants | tiles, *flags)
 
-        def along(kernel, config, *flags):
-            tile = min(config.value_tile, value_width)
-            programs = layout.sequences * heads * -(-value_dim // tile)
-            return launcher(kernel, programs, config, more | {"BK": key_tile, "BV": tile}, *flags)
+        def fitted(config):
+            if value_width >= config.value_tile:
+                return config
+            return config._replace(value_tile=value_width, warps=4)
 
-        read = min(value_width, sizes.read.value_tile)
+        def along(kernel, config, *flags):
+            config = fitted(config)
+            if size == 2:
+                config = launch.narrower(device, config, layout.sequences * heads, value_dim, key_tile)
+            programs = layout.sequences * heads * -(-value_dim // config.value_tile)
+            return launcher(kernel, programs, config, more | {"BK": key_tile, "BV": config.value_tile}, *flags)
+
+        reading = fitted(sizes.read)
         self.invert = across(_invert, sizes.invert, {})
         self.prepare = across(_prepare, sizes.prepare, {}, "ADJOINT")
         self.carry = along(_carry, sizes.carry, "FINAL")
         self.read = launcher(
-            _read, layout.chunks * heads * -(-value_dim // read), sizes.read,
-            more | {"BK": min(key_tile, 64, read), "BV": read},
+            _read, layout.chunks * heads * -(-value_dim // reading.value_tile), reading,
+            more | {"BK": min(key_tile, 64, reading.value_tile), "BV": reading.value_tile},
         )  # fmt: skip
         self.reverse = along(_reverse, sizes.reverse, "FINAL")
         self.gradients = across(_gradients, sizes.gradients, schedule)
