@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from falcon_kernels import FalconState
+from falcon_kernels import FalconState, Rule, falcon_attention
+from falcon_kernels.compaction import Compaction
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionLayer
@@ -15,11 +16,53 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 
 
-class FalconFastWeightCacheLayer(LinearAttentionLayer, CacheLayerMixin):
-    """What one Falcon layer keeps of the tokens read so far. Tensors keep their addresses once they exist."""
+class Pass(NamedTuple):
+    """What one layer read in one pass, and the state that it found: all that taking part of it back needs."""
 
-    is_compileable = True
-    is_croppable = False
+    before: FalconState
+    context: Tensor | None  # [B, conv_size - 1 + T, channels], inputs of the convolution, those before the pass first
+    k: Tensor  # [B, T, H, K]; this and what follows as in `falcon_attention`
+    v: Tensor
+    gain: Tensor
+    ridge: Tensor | None
+    rows: Compaction | None  # how padding was closed up
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Pass":
+        """The pass with `function` applied to every tensor of it."""
+        before, *tensors, rows = self
+        mapped = (None if tensor is None else function(tensor) for tensor in tensors)
+        return Pass(before.map(function), *mapped, None if rows is None else Compaction(*map(function, rows)))
+
+    @property
+    def places(self) -> int:
+        return self.k.shape[1]
+
+    def first(self, places: int, rule: Rule) -> tuple[FalconState, Tensor | None]:
+        """The state and the convolution window after the first so many places of the pass."""
+        _, context, k, v, gain, ridge, rows = self
+        mask = None if rows is None else rows.mask & (rows.order < places)
+        window = None
+        if context is not None:
+            count, lengths = context.shape[1] - self.places, None if mask is None else mask.sum(1)
+            window = last_tokens(context[:, : count + places], count, lengths)
+        if places == 0:
+            return self.before, window
+        k, v, gain, ridge, mask = (None if x is None else x[:, :places] for x in (k, v, gain, ridge, mask))
+        state = self.before
+        out = falcon_attention(k, k, v, gain, ridge, rule=rule, initial_state=state, output_final_state=True, mask=mask)
+        return out.final_state, window
+
+
+class FalconFastWeightCacheLayer(LinearAttentionLayer, CacheLayerMixin):
+    """What one Falcon layer keeps of the tokens read so far. Tensors keep their addresses once they exist.
+
+    After `activate_past_recording()` each pass is recorded until the next `crop`, which can take back any number of
+    the recorded tokens: the state is copied before each pass, and the kept tokens of the pass that `crop` cuts are
+    read again, by the recurrence alone.
+    """
+
+    is_croppable = True
+    is_sliding = True  # of one size, thus never offloaded
     supports_early_init = False
 
     def __init__(self):
@@ -28,6 +71,12 @@ class FalconFastWeightCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         self.state: FalconState | None = None
         self.conv_window: Tensor | None = None  # [B, conv_size - 1, channels of q, k and v], the newest tokens
         self.cumulative_length: Any = None  # [] int64, places read so far, padding included
+        self.passes: list[Pass] = []
+        self.rule: Rule | None = None  # that of the recorded passes
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        return not self.record_past
 
     def lazy_initialization(self, state: FalconState, conv_window: Tensor | None) -> None:  # type: ignore[override]
         """Takes the state before any token as storage."""
@@ -50,6 +99,13 @@ class FalconFastWeightCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         self.cumulative_length.add_(places)
         self.has_previous_state[0] = True
 
+    @torch.no_grad()
+    def record(self, rule: Rule, context: Tensor | None, k: Tensor, v: Tensor, gain: Tensor, ridge, rows) -> None:
+        """Notes what the next `update` is about to read; arguments as in `Pass`."""
+        self.rule = rule
+        tensors = (None if tensor is None else tensor.detach() for tensor in (context, k, v, gain, ridge))
+        self.passes.append(Pass(self.state.map(torch.clone), *tensors, rows))
+
     def get_seq_length(self) -> int:
         return 0 if self.cumulative_length is None else int(self.cumulative_length)
 
@@ -65,6 +121,7 @@ class FalconFastWeightCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         return 0 if self.state is None else self.state.nbytes() + window
 
     def reset(self) -> None:
+        self.passes.clear()
         self._each(lambda tensor: tensor.zero_())
         self.has_previous_state[0] = False
         if self.cumulative_length is not None:
@@ -85,19 +142,53 @@ class FalconFastWeightCacheLayer(LinearAttentionLayer, CacheLayerMixin):
     def prefetch(self) -> None:
         self._each(lambda tensor: tensor.to(self.device, non_blocking=True))
 
+    @torch.no_grad()
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove == 0:
+        """Takes back the newest places, tokens or padding, and forgets what was recorded.
+
+        Args:
+            tokens_to_remove: minus their number.
+
+        Raises:
+            ValueError: if it is above 0.
+            RuntimeError: if fewer places are recorded.
+        """
+        count, recorded = -int(tokens_to_remove), sum(part.places for part in self.passes)
+        if count < 0:
+            raise ValueError(f"crop is given {-count}; it must be minus the number of tokens to take back.")
+        if not self.is_initialized:
             return
-        raise RuntimeError(
-            f"crop is asked to remove {abs(tokens_to_remove)} tokens, but a fast-weight memory cannot forget "
-            "single tokens; keep a copy of the cache from before them (copy.deepcopy) instead."
-        )
+        if count > recorded:
+            raise RuntimeError(
+                f"crop is asked to take back {count} tokens, but {recorded} are recorded; call "
+                "cache.activate_past_recording() before reading what may be taken back."
+            )
+        passes, self.passes = self.passes, []
+        left = count
+        while left > 0:
+            part = passes.pop()
+            left -= part.places
+        if count > 0:
+            self.update(*part.first(-left, self.rule), -count)
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None:
             self.state = self.state.map(function)
         if self.conv_window is not None:
             self.conv_window = function(self.conv_window)
+        self.passes = [part.map(function) for part in self.passes]
+
+
+def last_tokens(tokens: Tensor, count: int, lengths: Tensor | None) -> Tensor:
+    """[B, count, C], the last tokens of [B, count + T, C], of which the first `count` are older ones.
+
+    Args:
+        lengths: [B], how many of the T are tokens, where not all are; they come first.
+    """
+    if lengths is None:
+        return tokens[:, tokens.shape[1] - count :]
+    places = lengths[:, None] + torch.arange(count, device=tokens.device)
+    return tokens.take_along_dim(places[..., None], 1)
 
 
 def falcon_cache(config: PreTrainedConfig) -> Cache:
@@ -121,7 +212,10 @@ def fit_cache(cache: Cache, config: PreTrainedConfig) -> Cache:
                     f"cache holds the state of a {type(layer).__name__} at layer {index}; it must be a new "
                     f"cache or one that a model of type {config.model_type} returned."
                 )
-            cache.layers[index] = FalconFastWeightCacheLayer()
+            cache.layers[index] = new = FalconFastWeightCacheLayer()
+            new.record_past = getattr(layer, "record_past", False)
+    if getattr(cache, "offloading", False):
+        cache.only_non_sliding = True
     return cache
 
 
@@ -150,5 +244,6 @@ __all__ = [
     "cache_nbytes",
     "falcon_cache",
     "fit_cache",
+    "last_tokens",
     "layer_state",
 ]

@@ -208,6 +208,7 @@ class _AfterPrompt(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self.copy is None:
             self.copy = copy.deepcopy(self.cache)
+            self.copy.crop(input_ids.shape[1] - self.copy.get_seq_length())  # candidates of assisted decoding
             self.copy.batch_select_indices(torch.tensor([0]))
         return scores
 

@@ -32,6 +32,7 @@ from .cache_falcon_fast_weight import (
     FalconFastWeightCacheLayer,
     falcon_cache,
     fit_cache,
+    last_tokens,
     layer_state,
 )
 from .configuration_falcon_fast_weight import FalconFastWeightConfig
@@ -152,7 +153,9 @@ class FalconFastWeightAttention(nn.Module):
         if rows is not None:
             hidden_states = rows.gather(hidden_states)
         slot = None if cache is None else layer_state(cache, self.layer_idx, self.config)
-        q, k, v, gain, ridge, window = self.recurrence_inputs(hidden_states, slot, rows, age)
+        q, k, v, gain, ridge, context = self.recurrence_inputs(hidden_states, slot, rows, age)
+        if slot is not None and slot.record_past:
+            slot.record(self.rule, context, k, v, gain, ridge, rows)
 
         mask = None if rows is None else rows.mask
         needs_grad = torch.is_grad_enabled() and v.requires_grad
@@ -185,6 +188,8 @@ class FalconFastWeightAttention(nn.Module):
                 cu_seqlens=cu_seqlens,
             )
         if slot is not None:
+            lengths = None if rows is None else rows.lengths
+            window = None if context is None else last_tokens(context, self.config.conv_size - 1, lengths)
             slot.update(state, window, q.shape[1])
 
         if self.config.read_scale != 1:
@@ -213,8 +218,8 @@ class FalconFastWeightAttention(nn.Module):
             age: [T], for packed documents the index of each token in its own.
 
         Returns:
-            q and k [B, T, H, K], v [B, T, H, V], gain and ridge as in `falcon_attention`, and the convolution window
-            [B, conv_size - 1, channels] for the next tokens, None without a cache.
+            q and k [B, T, H, K], v [B, T, H, V], gain and ridge as in `falcon_attention`, and the inputs of the
+            convolution [B, conv_size - 1 + T, channels], those before the first token included; None without a cache.
         """
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         gain, ridge = self._gain(hidden_states), self._ridge(hidden_states)
@@ -225,7 +230,7 @@ class FalconFastWeightAttention(nn.Module):
                 f"cache has {slot.state.memory.shape[0]} rows, but the input has {q.shape[0]}; they must be as many, "
                 "which cache.batch_repeat_interleave can bring about."
             )
-        q, k, v, window = self._convolve(q, k, v, slot, rows, age)
+        q, k, v, context = self._convolve(q, k, v, slot, age)
         q = self._features(q.unflatten(-1, (self.num_heads, self.head_dim)))
         k = self._features(k.unflatten(-1, (self.num_heads, self.head_dim)))
         v = _normalize(
@@ -233,7 +238,7 @@ class FalconFastWeightAttention(nn.Module):
             self.config.value_norm,
             self.config.rms_norm_eps,
         )
-        return q, k, v, gain, ridge, window
+        return q, k, v, gain, ridge, context
 
     def _gain(self, hidden_states: Tensor) -> Tensor:
         """[B, T, H] or [B, T, H, V] gain in [0, 2], or step size in [0, step_size_max], at least in fp32."""
@@ -253,22 +258,21 @@ class FalconFastWeightAttention(nn.Module):
         return FEATURE_MAPS[self.config.feature_map](x)
 
     def _convolve(
-        self, q: Tensor, k: Tensor, v: Tensor, slot, rows: Compaction | None, age: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, slot, age: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k and v after their convolutions, and the window for the next tokens where there is a cache."""
+        """q, k and v after their convolutions, and what these read where there is a cache."""
         if self.q_conv is None:
             return q, k, v, None
         before = self._empty_window(q.shape[0], v) if slot is None else slot.conv_window
         parts = before.split([q.shape[-1], k.shape[-1], v.shape[-1]], -1)
-        window = None
+        context = None
         if slot is not None:
-            tokens = torch.cat([before.to(v.dtype), torch.cat([q, k, v], -1)], 1)
-            window = _last_tokens(tokens, before.shape[1], rows)
+            context = torch.cat([before.to(v.dtype), torch.cat([q, k, v], -1)], 1)
         convolved = (
             convolution(x, part, age)
             for convolution, x, part in zip((self.q_conv, self.k_conv, self.v_conv), (q, k, v), parts, strict=True)
         )
-        return (*convolved, window)
+        return (*convolved, context)
 
     def _empty(self, batch: int, like: Tensor) -> tuple[FalconState, Tensor | None]:
         state = FalconState.zeros(
@@ -341,14 +345,6 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _last_tokens(tokens: Tensor, count: int, rows: Compaction | None) -> Tensor:
-    """[B, count, C], the last tokens of [B, count + T, C], of which the first `count` are older ones."""
-    if rows is None:
-        return tokens[:, tokens.shape[1] - count :]
-    places = rows.lengths[:, None] + torch.arange(count, device=tokens.device)
-    return tokens.take_along_dim(places[..., None], 1)
-
-
 def _index_in_document(cu_seqlens: Tensor, length: int) -> Tensor:
     """[T] index of each token in its own document."""
     places = torch.arange(length, device=cu_seqlens.device)
@@ -391,7 +387,6 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    _is_stateful = True
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": FalconFastWeightDecoderLayer,
         "attentions": LlamaAttention,
@@ -486,6 +481,7 @@ class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         past_key_values: Cache | None = None,
+        cache_params: Cache | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """Hidden states of each token.
@@ -494,11 +490,11 @@ class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
             input_ids: [B, T]; or `inputs_embeds` [B, T, hidden_size].
             attention_mask: [B, T], or [B, past + T] with a cache: 0 where there is no token, anywhere.
             position_ids: [B, T], for full_attention layers; without mask and cache, each 0 begins a document.
-            cache: state to go on from, updated in place; `past_key_values` is another name for it.
+            cache: state to go on from, updated in place; `past_key_values` and `cache_params` are other names for it.
             use_cache: whether to return a cache; by default config.use_cache outside training.
             cu_seq_lens_q: [N + 1] bounds of documents packed into one row.
         """
-        cache = _one_cache(cache, past_key_values)
+        cache = _one_cache(cache=cache, past_key_values=past_key_values, cache_params=cache_params)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids and inputs_embeds are both given or both missing; give one of them.")
         if inputs_embeds is None:
@@ -549,10 +545,16 @@ class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **state)
 
 
-def _one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
-    if cache is not None and past_key_values is not None and cache is not past_key_values:
-        raise ValueError("cache and past_key_values are both given and differ; they are two names of one argument.")
-    return past_key_values if cache is None else cache
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+def _one_cache(**named: Cache | None) -> Cache | None:
+    """The cache among its names, of which several may be given if they give the same one."""
+    given = [(name, cache) for name, cache in named.items() if cache is not None]
+    for name, cache in given[1:]:
+        if cache is not given[0][1]:
+            raise ValueError(f"{given[0][0]} and {name} are both given and differ; they are names of one argument.")
+    return given[0][1] if given else None
 
 
 def _masks_by_layer_type(config, inputs_embeds, attention_mask, cache, position_ids) -> dict[str, Tensor | None]:
@@ -629,6 +631,7 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         past_key_values: Cache | None = None,
+        cache_params: Cache | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """Logits of the next token at each place, and the loss where labels are given.
@@ -642,7 +645,7 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            cache=_one_cache(cache, past_key_values),
+            cache=_one_cache(cache=cache, past_key_values=past_key_values, cache_params=cache_params),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -660,9 +663,14 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
         )
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        given = _one_cache(model_kwargs.pop("cache", None), model_kwargs.pop("past_key_values", None))
+        given = _one_cache(**{name: model_kwargs.pop(name, None) for name in CACHE_NAMES})
         if given is not None:
             model_kwargs[CACHE_NAME] = given
+        if generation_config.cache_implementation == "quantized":
+            raise ValueError(
+                "cache_implementation is 'quantized', but a fast-weight memory is kept as it is; it must be 'dynamic', "
+                "'static', 'offloaded' or 'offloaded_static'."
+            )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         if isinstance(model_kwargs.get(CACHE_NAME), Cache):
             fit_cache(model_kwargs[CACHE_NAME], self.config)
@@ -676,14 +684,51 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
                     "it must be for those and at least one more."
                 )
 
+    def _assisted_decoding(self, input_ids, *args, **kwargs):
+        """As in transformers, which reads all of input_ids at first, but without what a given cache has read."""
+        cache = kwargs.get(CACHE_NAME)
+        read = 0 if cache is None else cache.get_seq_length()
+        if read > 0:
+            mask = kwargs.get("attention_mask")
+            length = getattr(kwargs["generation_config"], "_mask_length", None) if mask is None else mask.shape[1]
+            if length not in (None, input_ids.shape[1]):
+                raise ValueError(
+                    f"input_ids has {input_ids.shape[1]} of {length} tokens; assisted decoding from a cache takes all of "
+                    "them, those that the cache has read included."
+                )
+            cache.tokens_to_skip = read
+        return super()._assisted_decoding(input_ids, *args, **kwargs)  # type: ignore[misc]
+
+    def prepare_inputs_for_generation(
+        self, input_ids, next_sequence_length=None, is_first_iteration=False, inputs_embeds=None, **kwargs
+    ):
+        """As in transformers, for a first pass of assisted decoding too that goes on from a given cache."""
+        cache = kwargs.get(CACHE_NAME)
+        if is_first_iteration and getattr(cache, "tokens_to_skip", 0):
+            next_sequence_length = input_ids.shape[1] - cache.tokens_to_skip
+            cache.tokens_to_skip = 0
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            is_first_iteration=is_first_iteration,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Refused: continuous batching keeps pages of keys and values."""
+        raise ValueError(
+            f"{type(self).__name__} has memories of one size and no pages of keys and values, as continuous batching "
+            "needs; use generate, with prompts of unequal length padded on the left."
+        )
+
     @staticmethod
     def create_masks_for_generate(
         config, inputs_embeds, attention_mask, cache=None, past_key_values=None, position_ids=None, **kwargs
     ):
         """The masks of a forward pass by layer type; unlike in transformers, a single token keeps its own."""
-        return _masks_by_layer_type(
-            config, inputs_embeds, attention_mask, _one_cache(cache, past_key_values), position_ids
-        )
+        cache = _one_cache(cache=cache, past_key_values=past_key_values)
+        return _masks_by_layer_type(config, inputs_embeds, attention_mask, cache, position_ids)
 
 
 def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:

@@ -216,15 +216,6 @@ def test_rows_of_a_cache_are_chosen_repeated_and_reset(case):
         torch.testing.assert_close(model(following, cache=cache).logits, model(following).logits, **EXACT)
 
 
-@torch.no_grad()
-def test_tokens_cannot_be_taken_back():
-    cache = cache_of(tiny_model()(tokens(1, 4), use_cache=True))
-    cache.crop(0)
-    with pytest.raises(RuntimeError, match="crop is asked to remove 2 tokens, but a fast-weight memory cannot"):
-        cache.crop(-2)
-    assert not cache.is_croppable
-
-
 @pytest.mark.parametrize("case", ["falcon_2", "falcon_3", "falcon_3a"])
 @torch.no_grad()
 def test_bfloat16_decoding_stays_near_the_full_pass(case):
