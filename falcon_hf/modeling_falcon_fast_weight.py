@@ -693,8 +693,8 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
             length = getattr(kwargs["generation_config"], "_mask_length", None) if mask is None else mask.shape[1]
             if length not in (None, input_ids.shape[1]):
                 raise ValueError(
-                    f"input_ids has {input_ids.shape[1]} of {length} tokens; assisted decoding from a cache takes all of "
-                    "them, those that the cache has read included."
+                    f"input_ids has {input_ids.shape[1]} of {length} tokens; assisted decoding from a cache takes all "
+                    "of them, those that the cache has read included."
                 )
             cache.tokens_to_skip = read
         return super()._assisted_decoding(input_ids, *args, **kwargs)  # type: ignore[misc]

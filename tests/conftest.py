@@ -12,6 +12,14 @@ torch.set_num_threads(1)
 interpreter.switch_on()
 
 
+def pytest_collection_modifyitems(config, items):
+    if "long" in config.option.markexpr:
+        return
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes; pytest -m long runs it"))
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     """A saved model with random weights, and its tokenizer."""

@@ -120,7 +120,7 @@ def test_only_what_is_recorded_can_be_taken_back():
     cache = cache_of(model(ids[:, :4], use_cache=True))
     assert cache.is_croppable
     cache.crop(0)
-    with pytest.raises(RuntimeError, match=r"asked to take back 2 tokens, but 0 are recorded; call cache\.activate_pas"):
+    with pytest.raises(RuntimeError, match=r"asked to take back 2 tokens, but 0 are recorded; call cache\.act"):
         cache.crop(-2)
     cache.activate_past_recording()
     assert not cache.layers[0].is_compileable
@@ -144,7 +144,7 @@ def test_assisted_text_is_the_plain_text(case, assistant):
         "another": lambda: tiny_model(seed=2, **CASES[case]),
         "llama": llama,
     }[assistant]()
-    helper.generation_config.assistant_confidence_threshold = 0  # four candidates, whatever the assistant thinks of them
+    helper.generation_config.assistant_confidence_threshold = 0  # four candidates, however unsure the assistant is
     helper.generation_config.num_assistant_tokens = 4
     passes = Passes(model)
     output = greedy(model, ids, assistant_model=helper, return_dict_in_generate=True)
@@ -206,7 +206,7 @@ def test_assisted_decoding_goes_on_from_a_returned_cache(case):
         assert greedy(model, ids, **{CACHE_NAME: cache}, **extra).tolist() == plain.tolist()
     with torch.no_grad():
         extra[CACHE_NAME] = cache_of(model(ids[:, :6], use_cache=True))
-    with pytest.raises(ValueError, match="input_ids has 3 of 9 tokens; assisted decoding from a cache takes all of them"):
+    with pytest.raises(ValueError, match="input_ids has 3 of 9 tokens; assisted decoding from a cache takes all of"):
         greedy(model, ids[:, 6:], attention_mask=torch.ones_like(ids), **extra)
     store = MemoryStore(model, 10**9)
     store.read(ids[:, :6])
