@@ -16,6 +16,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 
 
+# Tokens of a longer pass that are recorded, its last ones: more than are ever taken back.
+RECORDED = 256
+
+
 class Pass(NamedTuple):
     """What one layer read in one pass, and the state that it found: all that taking part of it back needs."""
 
@@ -58,7 +62,7 @@ class FalconFastWeightCacheLayer(LinearAttentionLayer, CacheLayerMixin):
 
     After `activate_past_recording()` each pass is recorded until the next `crop`, which can take back any number of
     the recorded tokens: the state is copied before each pass, and the kept tokens of the pass that `crop` cuts are
-    read again, by the recurrence alone.
+    read again, by the recurrence alone. Of a pass without padding that is longer than 512 tokens, 256 are recorded.
     """
 
     is_croppable = True
@@ -98,6 +102,8 @@ class FalconFastWeightCacheLayer(LinearAttentionLayer, CacheLayerMixin):
             self.conv_window.copy_(conv_window)
         self.cumulative_length.add_(places)
         self.has_previous_state[0] = True
+        if not self.record_past:
+            self.passes.clear()
 
     @torch.no_grad()
     def record(self, rule: Rule, context: Tensor | None, k: Tensor, v: Tensor, gain: Tensor, ridge, rows) -> None:
@@ -240,6 +246,7 @@ def cache_nbytes(cache: Cache) -> int:
 
 __all__ = [
     "CACHE_NAME",
+    "RECORDED",
     "FalconFastWeightCacheLayer",
     "cache_nbytes",
     "falcon_cache",

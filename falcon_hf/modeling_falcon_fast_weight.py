@@ -29,6 +29,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .cache_falcon_fast_weight import (
     CACHE_NAME,
+    RECORDED,
     FalconFastWeightCacheLayer,
     falcon_cache,
     fit_cache,
@@ -153,6 +154,11 @@ class FalconFastWeightAttention(nn.Module):
         if rows is not None:
             hidden_states = rows.gather(hidden_states)
         slot = None if cache is None else layer_state(cache, self.layer_idx, self.config)
+        if slot is not None and slot.record_past and rows is None and shape[1] > 2 * RECORDED:
+            slot.record_past = False
+            older = self.forward(hidden_states[:, :-RECORDED], cache=cache)
+            slot.record_past = True
+            return torch.cat([older, self.forward(hidden_states[:, -RECORDED:], cache=cache)], 1)
         q, k, v, gain, ridge, context = self.recurrence_inputs(hidden_states, slot, rows, age)
         if slot is not None and slot.record_past:
             slot.record(self.rule, context, k, v, gain, ridge, rows)

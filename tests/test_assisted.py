@@ -134,6 +134,34 @@ def test_only_what_is_recorded_can_be_taken_back():
         cache.crop(-1)
 
 
+@pytest.mark.parametrize("case", ["falcon_3a", "3a-hybrid"])
+@torch.no_grad()
+def test_the_end_of_a_long_pass_is_recorded(case):
+    model, ids, other = tiny_model(**CASES[case]), tokens(2, 700), tokens(2, 2, seed=5)
+    cache = falcon_cache(model.config)
+    cache.activate_past_recording()
+    model(ids[:, :20], cache=cache)
+    torch.testing.assert_close(model(ids[:, 20:], cache=cache).logits, model(ids).logits[:, 20:], **EXACT)
+    with pytest.raises(RuntimeError, match="asked to take back 257 tokens, but 256 are recorded"):
+        copy.deepcopy(cache).crop(-257)
+    cache.crop(-30)
+    expected = model(torch.cat([ids[:, :670], other], 1)).logits[:, 670:]
+    torch.testing.assert_close(model(other, cache=cache).logits, expected, **EXACT)
+
+
+@torch.no_grad()
+def test_what_is_read_unrecorded_cannot_be_taken_back():
+    model, ids = tiny_model(), tokens(1, 6)
+    cache = falcon_cache(model.config)
+    cache.activate_past_recording()
+    model(ids, cache=cache)
+    for layer in cache.layers:
+        layer.record_past = False
+    model(ids, cache=cache)
+    with pytest.raises(RuntimeError, match="asked to take back 1 tokens, but 0 are recorded"):
+        cache.crop(-1)
+
+
 @pytest.mark.parametrize("case", MAIN_CASES)
 @pytest.mark.parametrize("assistant", ["itself", "another", "llama"])
 def test_assisted_text_is_the_plain_text(case, assistant):
