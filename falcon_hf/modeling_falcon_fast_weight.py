@@ -404,6 +404,10 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
             module.reset_parameters()
 
     @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True  # transformers guesses from the source, and wrongly here
+
+    @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info=False, **kwargs):
         """As in transformers, but weights that are missing or that nothing takes are an error.
 

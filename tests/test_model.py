@@ -147,6 +147,7 @@ def test_attention_implementations_agree():
     logits = {}
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
+        assert model.config._attn_implementation == implementation
         logits[implementation] = model(ids, attention_mask=mask).logits[mask.bool()]
     torch.testing.assert_close(logits["eager"], logits["sdpa"], atol=1e-5, rtol=0)  # eager takes softmax in float32
 
