@@ -28,8 +28,11 @@ TRANSFORMERS_NAMES = {
     ),
 }
 
-# Names that reach a config on its way from the Hub.
-LOADING_NAMES = ("trust_remote_code", "code_revision", "token", "revision", "cache_dir", "local_files_only")
+# Names that reach a config on its way from the Hub, or with what else a model is loaded with.
+LOADING_NAMES = (
+    *("trust_remote_code", "code_revision", "token", "revision", "cache_dir", "local_files_only"),
+    *("device_map", "max_memory", "tqdm_class", "use_safetensors", "variant"),
+)
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8},
