@@ -35,7 +35,8 @@ def step(
     wide = accumulation_dtype(v.dtype)
     dtype = v.dtype
     token = torch.ones(q.shape[0], dtype=torch.bool, device=q.device) if mask is None else mask
-    q, k, v, gain, ridge = (None if t is None else torch.where(like(token, t), t, 0) for t in (q, k, v, gain, ridge))
+    if mask is not None:
+        q, k, v, gain, ridge = (None if t is None else torch.where(like(mask, t), t, 0) for t in (q, k, v, gain, ridge))
 
     x, valid = (state.previous_key, token & state.previous_valid) if rule.shifted else (k, token)
     pair_x, pair_v = torch.where(like(valid, x), x, 0), torch.where(like(valid, v), v, 0)
