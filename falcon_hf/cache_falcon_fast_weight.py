@@ -16,8 +16,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 
 
-# Tokens of a longer pass that are recorded, its last ones: more than are ever taken back.
-RECORDED = 256
+RECORDED = 256  # tokens of a longer pass that are recorded, its last ones: more than are ever taken back
+KEPT = 32  # tokens at least that stay recorded after a crop: assistants of another tokenizer take back some more
 
 
 class Pass(NamedTuple):
@@ -41,28 +41,36 @@ class Pass(NamedTuple):
     def places(self) -> int:
         return self.k.shape[1]
 
-    def first(self, places: int, rule: Rule) -> tuple[FalconState, Tensor | None]:
-        """The state and the convolution window after the first so many places of the pass."""
+    def first(self, places: int) -> "Pass":
+        """The pass as if it had been of so many places only."""
         _, context, k, v, gain, ridge, rows = self
-        mask = None if rows is None else rows.mask & (rows.order < places)
-        window = None
         if context is not None:
-            count, lengths = context.shape[1] - self.places, None if mask is None else mask.sum(1)
-            window = last_tokens(context[:, : count + places], count, lengths)
-        if places == 0:
-            return self.before, window
-        k, v, gain, ridge, mask = (None if x is None else x[:, :places] for x in (k, v, gain, ridge, mask))
-        state = self.before
-        out = falcon_attention(k, k, v, gain, ridge, rule=rule, initial_state=state, output_final_state=True, mask=mask)
-        return out.final_state, window
+            context = context[:, : context.shape[1] - self.places + places]
+        if rows is not None:
+            rows = Compaction(rows.order[:, :places], (rows.mask & (rows.order < places))[:, :places])
+        k, v, gain, ridge = (None if x is None else x[:, :places] for x in (k, v, gain, ridge))
+        return Pass(self.before, context, k, v, gain, ridge, rows)
+
+    def after(self, rule: Rule) -> tuple[FalconState, Tensor | None]:
+        """The state and the convolution window after the pass."""
+        before, context, k, v, gain, ridge, rows = self
+        mask, window = None if rows is None else rows.mask, None
+        if context is not None:
+            lengths = None if rows is None else rows.lengths
+            window = last_tokens(context, context.shape[1] - self.places, lengths)
+        if self.places == 0:
+            return before, window
+        options = {"rule": rule, "initial_state": before, "output_final_state": True, "mask": mask}
+        return falcon_attention(k, k, v, gain, ridge, **options).final_state, window
 
 
 class FalconFastWeightCacheLayer(LinearAttentionLayer, CacheLayerMixin):
     """What one Falcon layer keeps of the tokens read so far. Tensors keep their addresses once they exist.
 
-    After `activate_past_recording()` each pass is recorded until the next `crop`, which can take back any number of
-    the recorded tokens: the state is copied before each pass, and the kept tokens of the pass that `crop` cuts are
-    read again, by the recurrence alone. Of a pass without padding that is longer than 512 tokens, 256 are recorded.
+    After `activate_past_recording()` each pass is recorded, and `crop` can take back any number of the recorded tokens:
+    the state is copied before each pass, and the kept tokens of the pass that `crop` cuts are read again, by the
+    recurrence alone. The last 32 tokens and all that is read after stay recorded beyond a `crop`; of a pass without
+    padding that is longer than 512 tokens, 256 are recorded.
     """
 
     is_croppable = True
@@ -150,7 +158,7 @@ class FalconFastWeightCacheLayer(LinearAttentionLayer, CacheLayerMixin):
 
     @torch.no_grad()
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the newest places, tokens or padding, and forgets what was recorded.
+        """Takes back the newest places, tokens or padding, and forgets all but the newest records.
 
         Args:
             tokens_to_remove: minus their number.
@@ -169,13 +177,18 @@ class FalconFastWeightCacheLayer(LinearAttentionLayer, CacheLayerMixin):
                 f"crop is asked to take back {count} tokens, but {recorded} are recorded; call "
                 "cache.activate_past_recording() before reading what may be taken back."
             )
-        passes, self.passes = self.passes, []
-        left = count
+        passes, left = self.passes, count
         while left > 0:
             part = passes.pop()
             left -= part.places
         if count > 0:
-            self.update(*part.first(-left, self.rule), -count)
+            part = part.first(-left)
+            self.update(*part.after(self.rule), -count)
+            if part.places > 0:
+                passes.append(part)
+        recorded -= count
+        while passes and recorded - passes[0].places >= KEPT:
+            recorded -= passes.pop(0).places
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None:

@@ -389,7 +389,7 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["FalconFastWeightDecoderLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
+    _skip_keys_device_placement = ["cache", "past_key_values", "cache_params"]  # noqa: RUF012
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True

@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 from tiny_models import CASES, HYBRID, RULES, cache_of, tiny_model, tokens
-from transformers import LlamaConfig, LlamaForCausalLM, TextStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TextStreamer
 
 from falcon_hf import MemoryStore, falcon_cache
 from falcon_hf.cache_falcon_fast_weight import CACHE_NAME
+from falcon_hf.cli import bundled
 
 EXACT = {"atol": 1e-11, "rtol": 0}  # as in test_generation
 MAIN_CASES = [*RULES, "3-before", "3a-normalized", "3a-hybrid", "2-attention-first"]
@@ -129,7 +130,7 @@ def test_only_what_is_recorded_can_be_taken_back():
         cache.crop(-3)
     with pytest.raises(ValueError, match="crop is given 5; it must be minus the number of tokens to take back"):
         cache.layers[0].crop(5)
-    cache.crop(0)
+    cache.layers[0].reset()
     with pytest.raises(RuntimeError, match="asked to take back 1 tokens, but 0 are recorded"):
         cache.crop(-1)
 
@@ -147,6 +148,25 @@ def test_the_end_of_a_long_pass_is_recorded(case):
     cache.crop(-30)
     expected = model(torch.cat([ids[:, :670], other], 1)).logits[:, 670:]
     torch.testing.assert_close(model(other, cache=cache).logits, expected, **EXACT)
+
+
+@pytest.mark.parametrize("case", ["falcon_2", "falcon_3", "3a-hybrid"])
+@torch.no_grad()
+def test_tokens_can_be_taken_back_in_several_crops(case):
+    model, ids, other = tiny_model(**CASES[case]), tokens(2, 80), tokens(2, 2, seed=5)
+    cache = falcon_cache(model.config)
+    cache.activate_past_recording()
+    kept = 0
+    for read, removed in ((20, 3), (1, 1), (30, 5), (10, 0), (6, 4), (0, 2), (0, 20), (3, 9), (0, 1)):
+        if read:
+            model(ids[:, kept : kept + read], cache=cache)
+        kept += read - removed
+        cache.crop(-removed)
+        assert cache.get_seq_length() == kept
+        expected = model(torch.cat([ids[:, :kept], other], 1)).logits[:, kept:]
+        torch.testing.assert_close(model(other, cache=copy.deepcopy(cache)).logits, expected, **EXACT)
+    for layer in cache.layers:
+        assert sum(part.places for part in getattr(layer, "passes", [])) < 64
 
 
 @torch.no_grad()
@@ -242,9 +262,18 @@ def test_assisted_decoding_goes_on_from_a_returned_cache(case):
     assert store.longest_prefix(ids)[1] == 9
 
 
-def test_assisted_text_is_streamed_and_stopped(checkpoint, capsys):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def test_an_assistant_may_have_another_tokenizer(checkpoint):
+    tokenizer = AutoTokenizer.from_pretrained(bundled()["falcon-3a.3-tiny"])
+    model = AutoModelForCausalLM.from_pretrained(bundled()["falcon-3a.3-tiny"], dtype=torch.float32)
+    helper, helpers_tokenizer = (auto.from_pretrained(checkpoint) for auto in (AutoModelForCausalLM, AutoTokenizer))
+    helper.generation_config.assistant_confidence_threshold = 0
+    helper.generation_config.num_assistant_tokens = 5
+    ids = tokenizer("A pointer is an address of", return_tensors="pt").input_ids
+    options = {"assistant_model": helper, "tokenizer": tokenizer, "assistant_tokenizer": helpers_tokenizer}
+    assert greedy(model, ids, 20, **options).tolist() == greedy(model, ids, 20).tolist()
 
+
+def test_assisted_text_is_streamed_and_stopped(checkpoint, capsys):
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     ids = tokenizer("A pointer is an address. A pointer", return_tensors="pt").input_ids
