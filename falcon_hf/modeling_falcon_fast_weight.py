@@ -157,7 +157,7 @@ class FalconFastWeightAttention(nn.Module):
             hidden_states = rows.gather(hidden_states)
         slot = None if cache is None else layer_state(cache, self.layer_idx, self.config)
         if slot is not None and slot.record_past and rows is None and shape[1] > 2 * RECORDED:
-            slot.record_past = False
+            slot.record_past = False  # for all but the last tokens
             older = self.forward(hidden_states[:, :-RECORDED], cache=cache)
             slot.record_past = True
             return torch.cat([older, self.forward(hidden_states[:, -RECORDED:], cache=cache)], 1)
