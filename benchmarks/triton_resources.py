@@ -2,7 +2,7 @@
 
     python benchmarks/triton_resources.py [--card safe] [--fresh] [--key-dims 64] [--windows 1 4] [--dtypes bfloat16]
 
-falcon_1 is the window of 0.
+falcon_1 is the window of 0, falcon_2a that of -1.
 
 Exits with 1 where a `safe` configuration takes more shared memory than 100 KB. Registers and stack (spilled registers
 live there) are the assembler's.
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
-from falcon_kernels import launch, triton_additive, triton_regression, triton_schedule
+from falcon_kernels import launch, triton_additive, triton_channel, triton_regression, triton_schedule
 from falcon_kernels.triton_layout import NUMBERS, Layout
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -28,7 +28,7 @@ TARGETS = {"large": GPUTarget("cuda", 90, 32), "safe": GPUTarget("cuda", 86, 32)
 SHARED = {"large": 227 * 1024, "safe": 99 * 1024}
 FLOATS = {"weight", "log_decay", "w", "u", "c", "initial", "final", "part_decay", "gain", "ridge", "energy"}
 FLOATS |= {"grad_gain", "grad_ridge", "written"}
-FLOATS |= {"memory", "grad_memory", "grad_final", "inverse"}
+FLOATS |= {"memory", "grad_memory", "grad_final", "inverse", "scale", "gram"}
 OTHERS = {"bounds": "i64", "first": "i64", "owner": "i64", "lengths": "i64", "previous_valid": "i1", "tail_valid": "i1"}
 
 
@@ -108,6 +108,22 @@ def regression(card: str, dtype: torch.dtype, key_dim: int):
             yield "its adjoint", launcher.kernel, config, constants | {"ADJOINT": True}
 
 
+def channel(card: str, dtype: torch.dtype, key_dim: int):
+    """The same of the rules with a rate per value channel."""
+    tile = max(64, launch.padded(key_dim, dtype.itemsize))
+    sizes = launch.WIDE_CHANNEL[tile] if dtype.itemsize == 4 else launch.CHANNEL[card, dtype.itemsize, tile]
+    options = triton_schedule.Options(1, True, triton_schedule.RIDGE["scale_coupled"], False, False, False, 1e-6, 0.01)
+    layout = Layout.of(1, 1024, 0, triton_channel.chunk_length(dtype, key_dim))
+    plan = triton_channel.Plan(
+        layout, (1, 1024, 1, key_dim), key_dim, dtype, torch.device("cpu"), options, False, True, True, sizes=sizes
+    )
+    flags = {"forward": (True, True, True, True, False), "reverse": (True, True, True, False)}
+    for name, config in sizes._asdict().items():
+        launcher = getattr(plan, name)
+        constants = launcher.constants | dict(zip(launcher.flags, flags.get(name, ()), strict=True))
+        yield name, launcher.kernel, config, constants
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--card", choices=list(TARGETS), default="large")
@@ -120,9 +136,12 @@ def main() -> int:
     for dtype in options.dtypes:
         for key_dim in options.key_dims:
             kind = getattr(torch, dtype)
-            for window in (0, *options.windows):
-                these = launches(options.card, kind, key_dim, window, not options.fresh) if window else None
-                for name, kernel, config, constants in these or regression(options.card, kind, key_dim):
+            for window in (-1, 0, *options.windows):
+                if window > 0:
+                    these = launches(options.card, kind, key_dim, window, not options.fresh)
+                else:
+                    these = (regression if window == 0 else channel)(options.card, kind, key_dim)
+                for name, kernel, config, constants in these:
                     used = resources(kernel, options.card, kind, config, constants)
                     fits &= used["shared"] <= SHARED[options.card]
                     print(

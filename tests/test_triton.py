@@ -344,7 +344,7 @@ def test_bfloat16_inputs(name, K, V, card, monkeypatch):
 @pytest.mark.parametrize(
     ("rule", "dtype", "message"),
     [
-        (Rule("falcon_2a"), torch.float32, "rule is falcon_2a; with impl='triton' it must be one of"),
+        (Rule("falcon_3"), torch.float32, "rule is falcon_3; with impl='triton' it must be one of"),
         (Rule("falcon_1a"), torch.float64, "q has dtype torch.float64; with impl='triton'"),
         (Rule("falcon_3a", window=200), torch.float32, "rule.window is 200; with impl='triton' it must be at most 65"),
     ],

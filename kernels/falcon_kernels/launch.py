@@ -101,6 +101,30 @@ WIDE_REGRESSION = {  # 4-byte operands, on any card, by K
 }
 
 
+class Channel(NamedTuple):
+    """Configurations of the kernels of the rules with a rate per value channel; `key_tile` at a time but in passes."""
+
+    rates: Config
+    forward: Config
+    reverse: Config
+    gradients: Config
+
+
+CHANNEL = {  # keys as in TABLE
+    ("large", 2, 64): Channel(Config(64, 4, 1, 64), Config(64, 4, 2), Config(64, 4, 3), Config(64, 8, 1, 64)),
+    ("large", 2, 128): Channel(Config(64, 4, 1, 64), Config(64, 4, 2), Config(64, 4, 3), Config(64, 8, 1, 64)),
+    ("large", 2, 256): Channel(Config(64, 4, 1, 64), Config(64, 8, 1), Config(64, 8, 2), Config(64, 8, 1, 64)),
+    ("safe", 2, 64): Channel(Config(64, 4, 1, 64), Config(64, 4, 1), Config(64, 4, 2), Config(64, 8, 1, 64)),
+    ("safe", 2, 128): Channel(Config(64, 4, 1, 64), Config(64, 4, 1), Config(64, 4, 1), Config(64, 8, 1, 64)),
+    ("safe", 2, 256): Channel(Config(64, 4, 1, 64), Config(64, 8, 1), Config(64, 8, 1), Config(64, 8, 1, 64)),
+}
+WIDE_CHANNEL = {  # 4-byte operands, on any card, by K
+    64: Channel(Config(32, 4, 1, 32), Config(16, 4, 1), Config(32, 4, 1), Config(16, 4, 1, 64)),
+    128: Channel(Config(32, 4, 1, 32), Config(16, 8, 1), Config(32, 8, 1), Config(16, 8, 1, 64)),
+    256: Channel(Config(32, 4, 1, 32), Config(16, 8, 1), Config(16, 8, 1), Config(16, 8, 1, 64)),
+}
+
+
 def padded(channels: int, operand_bytes: int) -> int:
     """Channels of a tile that holds all of them: a power of two.
 
@@ -138,6 +162,12 @@ def regression(device: torch.device, operand_bytes: int, key_tile: int) -> Regre
     """Configurations of the kernels of falcon_1."""
     key_tile = max(key_tile, 64)
     return WIDE_REGRESSION[key_tile] if operand_bytes == 4 else REGRESSION[card(device)[0], operand_bytes, key_tile]
+
+
+def channel(device: torch.device, operand_bytes: int, key_tile: int) -> Channel:
+    """Configurations of the kernels of the rules with a rate per value channel."""
+    key_tile = max(key_tile, 64)
+    return WIDE_CHANNEL[key_tile] if operand_bytes == 4 else CHANNEL[card(device)[0], operand_bytes, key_tile]
 
 
 def narrower(device: torch.device, config: Config, rows: int, value_dim: int, key_tile: int) -> Config:

@@ -13,7 +13,7 @@ from .rule import Rule
 from .state import FalconState
 from .triton_schedule import RIDGE
 
-RULES = ("falcon_1", "falcon_1a", "falcon_3a")
+RULES = ("falcon_1", "falcon_1a", "falcon_2a", "falcon_3a")
 LARGEST_WIDTH = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,11 +54,14 @@ def attention(
             tail_x, tail_v = (
                 torch.where(tail_valid[..., None, None], t, 0).to(k.dtype) for t in (state.tail_x, state.tail_v)
             )
-    values = v
+    values, ones = v, 1
     if rule.normalized_read:
-        values = pad(v, (0, 1), value=1)
+        if rule.per_channel:
+            ones, gain = v.shape[-1], torch.cat([gain, gain], -1)
+        values = pad(v, (0, ones), value=1)
         if state is not None:
-            memory = torch.cat([memory, state.normalizer.float()[..., None]], -1)
+            normalizer = state.normalizer if rule.per_channel else state.normalizer[..., None]
+            memory = torch.cat([memory, normalizer.float()], -1)
             tail_v = None if tail_v is None else pad(tail_v, (0, 1), value=1)
     output, memory = triton_attention.attention(
         q, k, values, gain, ridge, memory, previous_key, previous_valid, tail_x, tail_v, tail_valid, lengths,
@@ -66,15 +69,16 @@ def attention(
         rule.detach_energy, rule.epsilon, rule.decay_floor, rule.timing == "read_before_write", final_state,
     )  # fmt: skip
     if rule.normalized_read:
-        output = (output[..., :-1].float() / (output[..., -1:].float() + rule.read_epsilon)).to(v.dtype)
+        output = (output[..., :-ones].float() / (output[..., -ones:].float() + rule.read_epsilon)).to(v.dtype)
     if compact is not None:
         output = compact.scatter(output)
     if not final_state:
         return output, None
     after = _after(k, v, state, rule, lengths, cu_seqlens)
     if rule.normalized_read:
-        after = after._replace(normalizer=memory[..., -1].contiguous())
-        memory = memory[..., :-1].contiguous()  # as one token's kernel takes it
+        normalizer = memory[..., -ones:] if rule.per_channel else memory[..., -1]
+        after = after._replace(normalizer=normalizer.contiguous())
+        memory = memory[..., :-ones].contiguous()  # as one token's kernel takes it
     return output, after._replace(memory=memory)
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache, wraps
 import torch
 from torch import Tensor
 
-from . import triton_additive, triton_device, triton_regression, triton_schedule
+from . import triton_additive, triton_channel, triton_device, triton_regression, triton_schedule
 from .triton_layout import NAMESPACE, NO_TABLES, Layout, is_plain, operand_dtype
 from .triton_schedule import Before
 
@@ -44,26 +44,37 @@ def _parts(residual: bool, dtype: torch.dtype) -> int:
     return 2 if residual and dtype != torch.bfloat16 else 1
 
 
-def _layout(batch, length, documents, residual, dtype, key_dim, window) -> Layout:
+def _layout(batch, length, documents, residual, dtype, key_dim, window, per_channel) -> Layout:
+    if per_channel:
+        return Layout.of(batch, length, documents, triton_channel.chunk_length(dtype, key_dim))
     chunk = triton_regression.CHUNK if residual else triton_additive.chunk_length(dtype, key_dim, window)
     return Layout.of(batch, length, documents, chunk)
 
 
 class Plan:
-    """The launches of one op: the schedule's, and those of the core that goes with it."""
+    """The launches of one op: the schedule's, and those of the core that goes with it. Rates per channel are their
+    core's own."""
 
-    def __init__(self, shape, value_dim, dtypes, device, documents, masked, carried, aligned, options, before):
+    def __init__(
+        self, shape, value_dim, dtypes, device, documents, masked, carried, aligned, per_channel, options, before
+    ):
         batch, length, heads, key_dim = shape
         window, _, _, _, self.residual, *_ = options
         dtype, self.carried = dtypes[0], carried
-        self.layout = _layout(batch, length, documents, self.residual, dtype, key_dim, window)
+        self.layout = _layout(batch, length, documents, self.residual, dtype, key_dim, window, per_channel)
         schedule = triton_schedule.Options(*options)
+        self.memory = (self.layout.sequences, heads, key_dim, value_dim)
+        self.channel = triton_channel if per_channel else None
+        if self.channel is not None:
+            self.core = self.channel.Plan(
+                self.layout, shape, value_dim, dtype, device, schedule, before, masked, carried, aligned
+            )
+            return
         core = triton_regression.Plan if self.residual else triton_additive.Plan
         self.core = core(self.layout, shape, value_dim, dtype, device, schedule, before, masked, carried, aligned)
         self.schedule = triton_schedule.Plan(
             self.layout, heads, key_dim, schedule, masked, carried, _parts(self.residual, dtype), aligned
         )
-        self.memory = (self.layout.sequences, heads, key_dim, value_dim)
 
 
 plan_of = lru_cache(maxsize=1024)(Plan)
@@ -73,13 +84,13 @@ def _planned(arguments: Sequence) -> tuple[Plan, list[Tensor | None]]:
     """The plan for an op's arguments, and its tensors as the kernels take them."""
     tensors = [None if t is None else t.contiguous() for t in arguments[:TENSORS]]
     options = arguments[TENSORS : TENSORS + OPTIONS.count(",") + 1]
-    q, _, v, _, _, memory, *_, lengths, cu_seqlens = tensors
+    q, _, v, gain, _, memory, *_, lengths, cu_seqlens = tensors
     dtypes = tuple([None if t is None else t.dtype for t in tensors])
     aligned = all([t is None or t.data_ptr() % 16 == 0 for t in tensors])
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     plan = plan_of(
         q.shape, v.shape[-1], dtypes, q.device, documents, lengths is not None, memory is not None, aligned,
-        options[:-1], options[-1],
+        gain.dim() == 4, options[:-1], options[-1],
     )  # fmt: skip
     return plan, tensors
 
@@ -101,7 +112,7 @@ def _forward(plan: Plan, tensors: list[Tensor | None], final: bool, keep: bool) 
 
     Args:
         tensors: those of `GIVEN`, contiguous.
-            q, k: [B, T, H, K]; v: [B, T, H, V]; gain, ridge: [B, T, H].
+            q, k: [B, T, H, K]; v: [B, T, H, V]; gain, ridge: [B, T, H]; or gain: [B, T, H, V].
             memory: [S, H, K, V] float32 from before the call, S being B or the number of documents; None for a fresh
                 state, with which go no previous keys and no tails.
             previous_key: [S, H, K]; previous_valid: [S] bool; tail_x, tail_v: [S, W - 1, H, .]; tail_valid: [S, W - 1]
@@ -112,9 +123,14 @@ def _forward(plan: Plan, tensors: list[Tensor | None], final: bool, keep: bool) 
     q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = tensors
     before = Before(*rest)
     tables = NO_TABLES if cu_seqlens is None else plan.layout.tables(cu_seqlens)
-    weight, log_decay, energy = triton_schedule.forward(plan.schedule, tables, k, gain, ridge, before, lengths)
     output = torch.empty_like(v)
     final_memory = torch.empty(plan.memory, dtype=torch.float32, device=q.device) if final else None
+    if plan.channel is not None:
+        made = plan.channel.forward(
+            plan.core, tables, q, k, v, gain, ridge, memory, before, lengths, output, final_memory, keep
+        )
+        return output, final_memory, *made
+    weight, log_decay, energy = triton_schedule.forward(plan.schedule, tables, k, gain, ridge, before, lengths)
     kept: tuple[Tensor | None, ...] = (None, None, None)
     if plan.residual:
         made = triton_regression.forward(
@@ -152,8 +168,9 @@ def _backward(
         key, _, tail_x, tail_v, _ = (None if t is None else torch.zeros_like(t) for t in before)
         grad_before = Before(key, None, tail_x, tail_v)
     grad_gain, grad_ridge = torch.empty_like(gain), None if ridge is None else torch.empty_like(ridge)
-    if plan.residual:
-        triton_regression.backward(
+    if plan.channel is not None or plan.residual:
+        core = plan.channel or triton_regression
+        core.backward(
             plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, kept,
             (grad_q, grad_k, grad_v, grad_gain, grad_ridge), grad_memory, grad_before.previous_key,
         )  # fmt: skip
@@ -173,15 +190,19 @@ def _aligned(tensor: Tensor | None) -> Tensor | None:
 
 
 def _fake(*arguments):
-    q, _, v, *_, cu_seqlens = arguments[:TENSORS]
+    q, _, v, gain, *_, cu_seqlens = arguments[:TENSORS]
+    per_channel = gain.dim() == 4
     window, residual, final, keep = arguments[TENSORS], arguments[TENSORS + 4], *arguments[-2:]
     batch, length, heads, key_dim = q.shape
     value_dim, documents = v.shape[-1], 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    layout = _layout(batch, length, documents, residual, q.dtype, key_dim, window)
+    layout = _layout(batch, length, documents, residual, q.dtype, key_dim, window, per_channel)
     memory = v.new_empty(0)
     if final:
         memory = v.new_empty((layout.sequences, heads, key_dim, value_dim), dtype=torch.float32)
-    numbers = triton_schedule.shapes(layout, heads, window, _parts(residual, q.dtype))
+    if per_channel:
+        numbers = triton_channel.shapes(layout, heads, value_dim)
+    else:
+        numbers = triton_schedule.shapes(layout, heads, window, _parts(residual, q.dtype))
     inverse, states, residuals = (v.new_empty(0) for _ in range(3))
     wide = operand_dtype(q.dtype)
     if residual and keep:

@@ -1,0 +1,655 @@
+"""The rules with one rate a value channel: falcon_2a, and what falcon_2 has in common with it.
+
+In a chunk of C tokens that finds the memory S, with u [C, V] the running log decay from its start, z = eta o v [C, V]
+(falcon_2: eta o residual) and A = Q X', channel by channel
+
+    O_t = exp(u_t) o (q_t S) + sum_{s <= t} A_ts exp(u_t - u_s) o z_s
+    S'  = S Diag(exp(u_C)) + X' (exp(u_C - u) o z).
+
+Reading before the write takes u_{t-1} for u_t, and s < t. A is of all channels, the decays are not: no C x C mask holds
+them. They are taken apart around a reference row r of u, on either side of a product,
+
+    sum_s A_ts exp(u_t - u_s) o z_s = exp(u_t - u_r) o (A (exp(u_r - u) o z))_t.
+
+Pairs of a token t and an earlier one s are sorted by the span of C, C / 2, ..., 32 tokens that holds them in different
+halves: r is then the last token of the first half, and no exponent is positive. What is left are blocks of 16 tokens,
+with r in their middle: 8 steps on either side, of at most 5 each. So A counts log2(C / 16) + 1 times, each time masked
+to the pairs of one span, and whole; no mask has a channel.
+
+Backward, with dO the cotangent of O and G that of what the chunk leaves,
+
+    G_in  = G Diag(exp(u_C)) + Q' (exp(u) o dO)
+    dZ_s  = sum_{t >= s} A_ts exp(u_t - u_s) o dO_t + exp(u_C - u_s) o (x_s G)
+    dA_ts = sum of dO_t o exp(u_t - u_s) o z_s over channels
+    dQ    = dA X + (exp(u) o dO) S'
+    dX    = dA' Q + (exp(u_C - u) o z) G',
+
+each sum over s or t taken apart as above, and deta = v o dZ, dv = eta o dZ. A log decay's gradient sums, in its
+channel, all that passes over its step: suffix sums of o_t o dO_t less z_s o dZ_s, without the pairs s = t, which
+cancel, and prefix sums of what goes from tokens to the memory that the chunk leaves.
+
+    rates      u, energies, and what gains are multiplied by    one program per (chunk, head)
+    pass       O, S                                             one per (sequence, part, head, V tile), over its chunks
+    reverse    G                                                the same, backwards
+    gradients  all others                                       one per (chunk, head), ends with the schedule's
+
+Parts, of long sequences in small batches, are those of triton_additive.py, with a decay per channel.
+
+Elements moved per token and head, u counting twice, being float32 beside operands of 2 bytes, and gains too if they
+are: rates K + gain + u, pass 2K + 2V + gain + u + KV/C where gradients are wanted, reverse K + V + u + KV/C, gradients
+4K + 4V + 2 gain + 2u + 2KV/C.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from .launcher import Launcher
+from .triton_layout import (
+    NUMBERS,
+    OPERANDS,
+    Layout,
+    Tables,
+    chunk_of,
+    exists,
+    load_rows,
+    operand_dtype,
+    span,
+    store_rows,
+    token_rows,
+    x_rows,
+)
+from .triton_schedule import LOG2_E, Before, Options, _log1p_negative, _step_size, pair_exists, step_gradients
+
+BLOCK = tl.constexpr(16)  # tokens over which decays are multiplied up around the middle one
+MIDDLE = tl.constexpr(7)
+
+# The schedule
+
+
+@triton.jit
+def step_of(gain, scale, DIRECT: tl.constexpr, CAPPED: tl.constexpr):
+    """Step sizes [C, BV] of gains, and of the numbers [C] that `_rates` leaves, 0 where nothing is done."""
+    if DIRECT and CAPPED:
+        return tl.where((scale > 0.0)[:, None], tl.minimum(gain, scale[:, None]), 0.0)
+    else:
+        return gain * scale[:, None]
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _rates(
+    k, gain, ridge, previous, previous_valid, lengths, scale, log_decay, energy, gram,
+    bounds, first, owner, length, longest, heads,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr,
+    CAPPED: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr, OPERAND: tl.constexpr, GRAM: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk: what its gains are scaled or capped by and its energies, [C], and u [C, V], to base 2.
+
+    GRAM: also x_i x_s' of the tokens of each block of 16, [C, 16].
+    """
+    program = tl.program_id(0).to(tl.int64)
+    head = program % heads
+    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if start >= count:
+        return
+    row = tl.arange(0, C)
+    there = start + row < count
+    if MASKED:
+        count = tl.load(lengths + sequence).to(tl.int32)
+    active = there & pair_exists(start + row, count, previous_valid, previous_valid, sequence, 1, SHIFT, CARRIED)
+    x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
+    statistic = tl.zeros([C], tl.float32)
+    products = tl.zeros([C, C], tl.float32)
+    for begin in range(0, K, BK):
+        x = load_rows(x_at, active, begin + tl.arange(0, BK), K)
+        statistic += tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
+        if GRAM:
+            products = tl.dot(x.to(OPERAND), tl.trans(x.to(OPERAND)), products, input_precision="ieee")
+    number = program * C + row
+    tl.store(energy + number, statistic)
+    if GRAM:
+        same = row[:, None] // BLOCK == row[None, :] // BLOCK
+        tl.store(gram + (number * BLOCK)[:, None] + (row % BLOCK)[None, :], products, mask=same)
+
+    token = ((low + start) * heads + head).to(tl.int64) + row * heads
+    base = tl.zeros([C], tl.float32)
+    if RIDGE > 0:
+        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
+    _, used, safe, possible = _step_size(base, base, statistic, active, RIDGE, DIRECT, CAPPED, EPSILON)
+    if DIRECT and not CAPPED:
+        scaled = tl.where(active, 1.0, 0.0)
+    else:
+        scaled = tl.where(active & possible, (2.0 if DIRECT else 1.0) / safe, 0.0)
+    tl.store(scale + number, scaled)
+    for begin in range(0, V, BV):
+        channels = begin + tl.arange(0, BV)
+        beta = load_rows(token_rows(gain, low + start, row, head, heads, V), active, channels, V).to(tl.float32)
+        eta = step_of(beta, scaled, DIRECT, CAPPED)
+        decay = LOG2_E * _log1p_negative(tl.minimum(eta * used[:, None], 1.0 - FLOOR))
+        store_rows(log_decay + number * V, tl.cumsum(decay, 0), row >= 0, channels, V)
+
+
+# Decays taken apart
+
+
+@triton.jit
+def row_of(u, channels, AT: tl.constexpr, V: tl.constexpr):
+    """[1, BV] row AT of u."""
+    return tl.load(u + AT * V + channels, mask=channels < V, other=0.0)[None, :]
+
+
+@triton.jit
+def reference(u, row, channels, V: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr):
+    """u at the reference row of the span of each row [C]: [C, BV], or [1, BV] of one span."""
+    AT: tl.constexpr = SPAN // 2 - 1
+    found = row_of(u, channels, AT, V)
+    for i in tl.static_range(1, C // SPAN):
+        found = tl.where((row >= i * SPAN)[:, None], row_of(u, channels, i * SPAN + AT, V), found)
+    return found
+
+
+@triton.jit
+def apart(exponent, SPAN: tl.constexpr):
+    """exp2 of an exponent that is positive only where it is not used, or in blocks."""
+    if SPAN > BLOCK:
+        exponent = tl.minimum(exponent, 0.0)
+    return tl.exp2(exponent)
+
+
+@triton.jit
+def paired(late, early, LAG: tl.constexpr, SPAN: tl.constexpr):
+    """Which tokens `late` have `early` in the first half of their span, themselves being in the second; of a block,
+    which come LAG after or later. Both shaped to broadcast."""
+    if SPAN > BLOCK:
+        return (late // SPAN == early // SPAN) & (late // (SPAN // 2) > early // (SPAN // 2))
+    else:
+        return (late // SPAN == early // SPAN) & (late >= early + LAG)
+
+
+@triton.jit
+def read_inside(
+    scores, z, u, decays, read, row, channels, LAG: tl.constexpr,
+    V: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the tokens of a chunk read of its own writes z: [C, BV].
+
+    u: where its decays lie, `decays` [C, BV] in registers; read: [C, BV] those with which tokens read.
+    """
+    found = tl.zeros(z.shape, tl.float32)
+    for i in tl.static_range(SPANS):
+        middle = reference(u, row, channels, V, C, C >> i)
+        seen = tl.where(paired(row[:, None], row[None, :], LAG, C >> i), scores, 0.0).to(OPERAND)
+        part = tl.dot(seen, (apart(middle - decays, C >> i) * z).to(OPERAND), input_precision=PRECISION)
+        found += apart(read - middle, C >> i) * part
+    return found
+
+
+@triton.jit
+def read_decays(u, decays, row, channels, LAG: tl.constexpr, V: tl.constexpr):
+    """[C, BV] log decays of what each token reads of the memory that the chunk finds."""
+    if LAG == 0:
+        return decays
+    else:
+        return load_rows(u + (row - LAG) * V, row >= LAG, channels, V)
+
+
+# Passes over chunks
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _pass(
+    q, k, v, gain, scale, log_decay, previous, initial, output, states, final, part_decay,
+    bounds, first, length, heads, longest, parts, part_chunks,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
+    SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, DIRECT: tl.constexpr,
+    CAPPED: tl.constexpr, READ: tl.constexpr, STORE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
+    FROM_ZERO: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A part of a sequence in order. READ writes outputs, STORE the memory that each chunk finds.
+
+    INITIAL starts from `initial` [sequence, part, ...], else from zero; FINAL has the last part write `final`.
+    FROM_ZERO: what the part writes to an empty memory, to `final` [sequence, part, ...], and its log decays.
+    """
+    tiles = (V + BV - 1) // BV
+    program = tl.program_id(0).to(tl.int64)
+    tile, head = program % tiles, program // tiles % heads
+    part = program // (tiles * heads) % parts
+    sequence = program // (tiles * heads * parts)
+    low, count = span(sequence, bounds, length, PACKED)
+    columns, channels = tl.arange(0, BK), tile.to(tl.int32) * BV + tl.arange(0, BV)
+    number = sequence * longest
+    if PACKED:
+        number = tl.load(first + sequence)
+
+    inside = (columns < K)[:, None] & (channels < V)[None, :]
+    matrix = columns[:, None] * V + channels[None, :]
+    part_number = (sequence * parts + part) * heads + head
+    s = tl.zeros([BK, BV], tl.float32)
+    if INITIAL:
+        s = tl.load(initial + part_number * K * V + matrix, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([1, BV], tl.float32)
+
+    row = tl.arange(0, C)
+    begin = (part * part_chunks).to(tl.int32)
+    last = tl.minimum(begin + part_chunks, (count + C - 1) // C)
+    for n in range(begin, last):
+        start = n * C
+        there = row < count - start
+        chunk = (number + n) * heads + head
+        u = log_decay + chunk * C * V
+        x = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
+        x = load_rows(x, exists(start + row, there, SHIFT, CARRIED), columns, K).to(OPERAND)
+        y = load_rows(token_rows(v, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+        beta = load_rows(token_rows(gain, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+        decays = load_rows(u + row * V, row >= 0, channels, V)
+        end = row_of(u, channels, C - 1, V)
+        z = step_of(beta, tl.load(scale + chunk * C + row), DIRECT, CAPPED) * y
+        if STORE:
+            tl.store(states + chunk * K * V + matrix, s, mask=inside)
+        found = s.to(OPERAND)
+        s = tl.dot(tl.trans(x), (tl.exp2(end - decays) * z).to(OPERAND), s * tl.exp2(end), input_precision=PRECISION)
+        if READ:
+            queries = token_rows(q, low + start, row, head, heads, K)
+            queries = load_rows(queries, there, columns, K).to(OPERAND)
+            scores = tl.dot(queries, tl.trans(x), input_precision=PRECISION)
+            read = read_decays(u, decays, row, channels, LAG, V)
+            o = tl.dot(queries, found, input_precision=PRECISION) * tl.exp2(read)
+            o += read_inside(scores, z, u, decays, read, row, channels, LAG, V, C, SPANS, OPERAND, PRECISION)
+            store_rows(token_rows(output, low + start, row, head, heads, V), o, there, channels, V)
+        total += end
+
+    if FROM_ZERO:
+        tl.store(final + part_number * K * V + matrix, s, mask=inside)
+        tl.store(part_decay + part_number * V + channels[None, :], total, mask=(channels < V)[None, :])
+    elif FINAL and part == parts - 1:
+        tl.store(final + (sequence * heads + head) * K * V + matrix, s, mask=inside)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _reverse_pass(
+    q, log_decay, grad_output, initial, states, final, part_decay,
+    bounds, first, length, heads, longest, parts, part_chunks,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LAG: tl.constexpr,
+    PACKED: tl.constexpr, STORE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr, FROM_ZERO: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient G of the memory, backwards through a part.
+
+    STORE writes that of what each chunk leaves; FINAL has the first part write the initial memory's to `final`; the
+    rest as in `_pass`.
+    """
+    tiles = (V + BV - 1) // BV
+    program = tl.program_id(0).to(tl.int64)
+    tile, head = program % tiles, program // tiles % heads
+    part = program // (tiles * heads) % parts
+    sequence = program // (tiles * heads * parts)
+    low, count = span(sequence, bounds, length, PACKED)
+    columns, channels = tl.arange(0, BK), tile.to(tl.int32) * BV + tl.arange(0, BV)
+    number = sequence * longest
+    if PACKED:
+        number = tl.load(first + sequence)
+
+    inside = (columns < K)[:, None] & (channels < V)[None, :]
+    matrix = columns[:, None] * V + channels[None, :]
+    part_number = (sequence * parts + part) * heads + head
+    g = tl.zeros([BK, BV], tl.float32)
+    if INITIAL:
+        g = tl.load(initial + part_number * K * V + matrix, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([1, BV], tl.float32)
+
+    row = tl.arange(0, C)
+    begin = (part * part_chunks).to(tl.int32)
+    last = tl.minimum(begin + part_chunks, (count + C - 1) // C)
+    for i in range(0, last - begin):
+        n = last - 1 - i
+        start = n * C
+        there = row < count - start
+        chunk = (number + n) * heads + head
+        u = log_decay + chunk * C * V
+        end = row_of(u, channels, C - 1, V)
+        queries = load_rows(token_rows(q, low + start, row, head, heads, K), there, columns, K).to(OPERAND)
+        out = load_rows(token_rows(grad_output, low + start, row, head, heads, V), there, channels, V)
+        read = load_rows(u + (row - LAG) * V, row >= LAG, channels, V)
+        if STORE:
+            tl.store(states + chunk * K * V + matrix, g, mask=inside)
+        out = (tl.exp2(read) * out.to(tl.float32)).to(OPERAND)
+        g = tl.dot(tl.trans(queries), out, g * tl.exp2(end), input_precision=PRECISION)
+        total += end
+
+    if FROM_ZERO:
+        tl.store(final + part_number * K * V + matrix, g, mask=inside)
+        tl.store(part_decay + part_number * V + channels[None, :], total, mask=(channels < V)[None, :])
+    elif FINAL and part == 0:
+        tl.store(final + (sequence * heads + head) * K * V + matrix, g, mask=inside)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _carry(
+    written, part_decay, initial, parts, heads,
+    SIZE: tl.constexpr, V: tl.constexpr, ENTRIES: tl.constexpr, INITIAL: tl.constexpr, REVERSED: tl.constexpr,
+):  # fmt: skip
+    """Replaces what each part writes [S, parts, H, K V] by the memory that it finds, from `initial` [S, H, K V] on."""
+    blocks = (SIZE + ENTRIES - 1) // ENTRIES
+    program = tl.program_id(0).to(tl.int64)
+    head, sequence = program // blocks % heads, program // (blocks * heads)
+    entry = program % blocks * ENTRIES + tl.arange(0, ENTRIES)
+    inside = entry < SIZE
+    s = tl.zeros([ENTRIES], tl.float32)
+    if INITIAL:
+        s = tl.load(initial + (sequence * heads + head) * SIZE + entry, mask=inside, other=0.0)
+    for i in range(parts):
+        part = parts - 1 - i if REVERSED else i
+        place = (sequence * parts + part) * heads + head
+        own = tl.load(written + place * SIZE + entry, mask=inside, other=0.0)
+        tl.store(written + place * SIZE + entry, s, mask=inside)
+        s = s * tl.exp2(tl.load(part_decay + place * V + entry % V)) + own
+
+
+# Gradients of a chunk
+
+
+@triton.jit
+def _block(matrix, columns, channels, K: tl.constexpr, V: tl.constexpr):
+    """[BK, BV] of a matrix [K, V]."""
+    return load_rows(matrix + columns * V, columns < K, channels, V)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _gradients(
+    q, k, v, gain, ridge, previous, previous_valid, lengths, scale, log_decay, energy, grad_output,
+    states, grad_states, grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_previous,
+    bounds, first, owner, length, longest, heads,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
+    SHIFT: tl.constexpr, LAG: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr,
+    RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
+    FLOOR: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All gradients of one chunk of one head, from the memory S that it finds and the gradient G of what it leaves.
+
+    dA is held transposed, [written, reading]: so it is a left operand of dX, and a right one of dQ'.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    head = program % heads
+    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if start >= count:
+        return
+    row = tl.arange(0, C)
+    there = row < count - start
+    u = log_decay + program * C * V
+    states += program * K * V
+    grad_states += program * K * V
+    q_at = token_rows(q, low + start, row, head, heads, K)
+    x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
+    readable = exists(start + row, there, SHIFT, CARRIED)
+
+    valid = count
+    if MASKED:
+        valid = tl.load(lengths + sequence).to(tl.int32)
+    active = there & pair_exists(start + row, valid, previous_valid, previous_valid, sequence, 1, SHIFT, CARRIED)
+    token = ((low + start) * heads + head).to(tl.int64) + row * heads
+    scaled = tl.load(scale + program * C + row)
+    statistic = tl.load(energy + program * C + row)
+    base = tl.zeros([C], tl.float32)
+    if RIDGE > 0:
+        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
+
+    scores = tl.zeros([C, C], tl.float32)  # [reading, written]
+    turned = tl.zeros([C, C], tl.float32)
+    for begin in range(0, K, BK):
+        x = load_rows(x_at, readable, begin + tl.arange(0, BK), K).to(OPERAND)
+        queries = load_rows(q_at, there, begin + tl.arange(0, BK), K).to(OPERAND)
+        scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
+        turned = tl.dot(x, tl.trans(queries), turned, input_precision=PRECISION)
+    own = tl.zeros([C], tl.float32)  # what each token reads of its own write
+    if LAG == 0:
+        own = tl.sum(tl.where(row[:, None] == row[None, :], scores, 0.0), 1)
+
+    grad_scores = tl.zeros([C, C], tl.float32)  # [written, reading]
+    of_ridge = tl.zeros([C], tl.float32)
+    of_energy = tl.zeros([C], tl.float32)
+    for begin in range(0, V, BV):
+        channels = begin + tl.arange(0, BV)
+        found = tl.zeros([C, BV], tl.float32)
+        passed = tl.zeros([C, BV], tl.float32)
+        kept = tl.zeros([1, BV], tl.float32)
+        for key_begin in range(0, K, BK):
+            columns = key_begin + tl.arange(0, BK)
+            s = _block(states, columns, channels, K, V)
+            g = _block(grad_states, columns, channels, K, V)
+            kept += tl.sum(s.to(tl.float32) * g.to(tl.float32), 0)[None, :]
+            queries = load_rows(q_at, there, columns, K).to(OPERAND)
+            x = load_rows(x_at, readable, columns, K).to(OPERAND)
+            found = tl.dot(queries, s.to(OPERAND), found, input_precision=PRECISION)
+            passed = tl.dot(x, g.to(OPERAND), passed, input_precision=PRECISION)
+        y = load_rows(token_rows(v, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+        out = load_rows(token_rows(grad_output, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+        beta = load_rows(token_rows(gain, low + start, row, head, heads, V), active, channels, V).to(tl.float32)
+        decays = load_rows(u + row * V, row >= 0, channels, V)
+        read = read_decays(u, decays, row, channels, LAG, V)
+        end = row_of(u, channels, C - 1, V)
+        eta = step_of(beta, scaled, DIRECT, CAPPED)
+        z = eta * y
+        found *= tl.exp2(read)
+        passed *= tl.exp2(end - decays)
+        of_z = tl.zeros([C, BV], tl.float32)
+        for i in tl.static_range(SPANS):
+            middle = reference(u, row, channels, V, C, C >> i)
+            late, early = apart(read - middle, C >> i), apart(middle - decays, C >> i)
+            late_out, early_z = (late * out).to(OPERAND), (early * z).to(OPERAND)
+            seen = tl.where(paired(row[:, None], row[None, :], 1, C >> i), scores, 0.0).to(OPERAND)
+            found += late * tl.dot(seen, early_z, input_precision=PRECISION)
+            seen = tl.where(paired(row[None, :], row[:, None], 1, C >> i), turned, 0.0).to(OPERAND)
+            of_z += early * tl.dot(seen, late_out, input_precision=PRECISION)
+            product = tl.dot(early_z, tl.trans(late_out), input_precision=PRECISION)
+            grad_scores += tl.where(paired(row[None, :], row[:, None], LAG, C >> i), product, 0.0)
+        reading, writing = found * out, z * of_z
+        of_z += passed + own[:, None] * out
+        store_rows(token_rows(grad_v, low + start, row, head, heads, V), eta * of_z, there, channels, V)
+        passed *= z
+        of_decay = tl.cumsum(reading - writing, 0, reverse=True) - reading * LAG
+        of_decay += tl.cumsum(passed, 0) - passed + kept * tl.exp2(end)
+        of_gain, by_ridge, by_energy = step_gradients(
+            beta, base[:, None], statistic[:, None], of_z * y, of_decay, active[:, None],
+            RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+        )  # fmt: skip
+        store_rows(token_rows(grad_gain, low + start, row, head, heads, V), of_gain, there, channels, V)
+        of_ridge += tl.sum(by_ridge, 1)
+        of_energy += tl.sum(by_energy, 1)
+    if RIDGE > 0:
+        tl.store(grad_ridge + token, of_ridge, mask=there)
+
+    left = grad_scores.to(OPERAND)
+    into = x_rows(grad_k, grad_previous, grad_previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
+    for key_begin in range(0, K, BK):
+        columns = key_begin + tl.arange(0, BK)
+        of_q = tl.zeros([BK, C], tl.float32)
+        of_x = tl.zeros([C, BK], tl.float32)
+        for begin in range(0, V, BV):
+            channels = begin + tl.arange(0, BV)
+            y = load_rows(token_rows(v, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+            out = load_rows(token_rows(grad_output, low + start, row, head, heads, V), there, channels, V)
+            beta = load_rows(token_rows(gain, low + start, row, head, heads, V), active, channels, V).to(tl.float32)
+            decays = load_rows(u + row * V, row >= 0, channels, V)
+            read = read_decays(u, decays, row, channels, LAG, V)
+            z = step_of(beta, scaled, DIRECT, CAPPED) * y * tl.exp2(row_of(u, channels, C - 1, V) - decays)
+            out = (tl.exp2(read) * out.to(tl.float32)).to(OPERAND)
+            s = _block(states, columns, channels, K, V).to(OPERAND)
+            g = _block(grad_states, columns, channels, K, V).to(OPERAND)
+            of_q = tl.dot(s, tl.trans(out), of_q, input_precision=PRECISION)
+            of_x = tl.dot(z.to(OPERAND), tl.trans(g), of_x, input_precision=PRECISION)
+        queries = load_rows(q_at, there, columns, K).to(OPERAND)
+        x = load_rows(x_at, readable, columns, K)
+        of_q = tl.dot(tl.trans(x.to(OPERAND)), left, of_q, input_precision=PRECISION)
+        of_q = tl.trans(of_q.to(grad_q.dtype.element_ty))
+        store_rows(token_rows(grad_q, low + start, row, head, heads, K), of_q, there, columns, K)
+        of_x = tl.dot(left, queries, of_x, input_precision=PRECISION)
+        of_x += 2.0 * of_energy[:, None] * x.to(tl.float32)
+        store_rows(into, of_x, readable, columns, K)
+        if SHIFT:  # the last key is nobody's write feature here
+            last = grad_k + ((low + count - 1) * heads + head) * K
+            none = tl.zeros([BK], grad_k.dtype.element_ty)
+            tl.store(last + columns, none, mask=(columns < K) & (start + C >= count))
+
+
+# Launches
+
+
+def chunk_length(dtype: torch.dtype, key_dim: int) -> int:
+    operand_bytes = operand_dtype(dtype).itemsize
+    return launch.chunk_length(operand_bytes, launch.padded(key_dim, operand_bytes), 1)
+
+
+def shapes(layout: Layout, heads: int, value_dim: int) -> tuple[tuple[int, ...], ...]:
+    """Of scale, log decays and energies."""
+    one = (layout.chunks, heads, layout.chunk)
+    return one, (*one, value_dim), one
+
+
+class Plan:
+    """All of the launches of a call that follows from shapes and options."""
+
+    def __init__(
+        self, layout: Layout, shape: torch.Size, value_dim: int, dtype: torch.dtype, device: torch.device,
+        options: Options, before: bool, masked: bool, carried: bool, aligned: bool = False,
+        sizes: launch.Channel | None = None,
+    ):  # fmt: skip
+        _, _, self.heads, key_dim = shape
+        self.operand = operand_dtype(dtype)
+        self.memory = (layout.sequences, self.heads, key_dim, value_dim)
+        self.states = (layout.chunks, self.heads, key_dim, value_dim)
+        self.shapes = shapes(layout, self.heads, value_dim)
+        size = self.operand.itemsize
+        key_tile, value_width = (launch.padded(d, size) for d in (key_dim, value_dim))
+        sizes = sizes or launch.channel(device, size, key_tile)
+        rows = layout.sequences * self.heads
+
+        def value_tile(config):
+            return min(config.value_tile, value_width)
+
+        segments = launch.segments(device, rows * -(-value_dim // value_tile(sizes.forward)), layout.longest)
+        part_chunks = -(-layout.longest // segments)
+        self.parts = -(-layout.longest // part_chunks)
+        self.along = (layout.length, self.heads, layout.longest, self.parts, part_chunks)
+        self.across = (layout.length, layout.longest, self.heads)
+
+        common = {
+            "K": key_dim, "V": value_dim, "C": layout.chunk, "SPANS": (layout.chunk // 16).bit_length(),
+            "SHIFT": int(options.shifted), "LAG": int(before), "MASKED": masked, "PACKED": layout.packed,
+            "CARRIED": carried, "OPERAND": OPERANDS[self.operand],
+            "PRECISION": "tf32" if dtype == torch.float16 else "ieee",
+        } | options.constants()  # fmt: skip
+
+        def launcher(kernel, programs, config, tile, *flags, **more):
+            constants = common | {"BK": min(tile, key_tile), "BV": value_tile(config)} | more
+            constants = {n: c for n, c in constants.items() if n in kernel.arg_names}
+            return Launcher(kernel, (programs,), constants | config.options(), flags, aligned)
+
+        def along(kernel, config, *flags):
+            programs = rows * self.parts * -(-value_dim // value_tile(config))
+            return launcher(kernel, programs, config, key_tile, *flags, "STORE", "FINAL", "INITIAL", "FROM_ZERO")
+
+        chunks, entries = layout.chunks * self.heads, key_dim * value_dim
+        self.rates = launcher(_rates, chunks, sizes.rates, sizes.rates.key_tile, GRAM=False)
+        self.forward = along(_pass, sizes.forward, "READ")
+        self.reverse = along(_reverse_pass, sizes.reverse)
+        self.gradients = launcher(_gradients, chunks, sizes.gradients, sizes.gradients.key_tile)
+        carry = {"SIZE": entries, "V": value_dim, "ENTRIES": 1024, "num_warps": 4}
+        programs = rows * -(-entries // 1024)
+        self.carry = Launcher(_carry, (programs,), carry, ("INITIAL", "REVERSED"), aligned)
+
+    def in_parts(self, run, memory: Tensor | None, like: Tensor, reverse: bool) -> Tensor | None:
+        """What each part of each sequence begins with, [S, parts, H, K, V]; `memory` itself where there is one part."""
+        if self.parts == 1:
+            return memory
+        sequences, heads, *matrix = self.memory
+        found = torch.empty((sequences, self.parts, heads, *matrix), dtype=torch.float32, device=like.device)
+        decay = torch.empty((sequences, self.parts, heads, matrix[1]), dtype=torch.float32, device=like.device)
+        run(found, decay)
+        self.carry(found, decay, memory, self.parts, heads, flags=(memory is not None, reverse))
+        return found
+
+
+def forward(
+    plan: Plan,
+    tables: Tables,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor,
+    ridge: Tensor | None,
+    memory: Tensor | None,
+    before: Before,
+    lengths: Tensor | None,
+    output: Tensor,
+    final: Tensor | None,
+    keep: bool,
+) -> tuple[Tensor | None, ...]:
+    """Fills `output` [B, T, H, V] and, where given, `final` [S, H, K, V]; returns what the backward needs, the memories
+    that chunks find only if `keep`.
+
+    Args:
+        q, k: [B, T, H, K]; v, gain: [B, T, H, V]; q, k and v float32, bfloat16 or float16, the same for all.
+        memory: float32 [S, H, K, V]; S is B, or the number of documents; None for zero.
+        before: previous keys, 0 where there is none.
+    """
+    scale, log_decay, energy = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in plan.shapes)
+    plan.rates(
+        k, gain, ridge, before.previous_key, before.previous_valid, lengths, scale, log_decay, energy, None, *tables,
+        *plan.across,
+    )  # fmt: skip
+
+    def run(initial, output, states, final, part_decay, from_zero):
+        last = final is not None and not from_zero
+        plan.forward(
+            q, k, v, gain, scale, log_decay, before.previous_key, initial, output, states, final, part_decay,
+            *tables[:2], *plan.along,
+            flags=(output is not None, states is not None, last, initial is not None, from_zero),
+        )  # fmt: skip
+
+    states = torch.empty(plan.states, dtype=plan.operand, device=q.device) if keep else None
+    initial = plan.in_parts(lambda found, decay: run(None, None, None, found, decay, True), memory, q, False)
+    run(initial, output, states, final, None, False)
+    return scale, log_decay, energy, None, states, None
+
+
+def backward(
+    plan: Plan,
+    tables: Tables,
+    grad_output: Tensor,
+    grad_final: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor,
+    ridge: Tensor | None,
+    before: Before,
+    lengths: Tensor | None,
+    kept: tuple[Tensor | None, ...],
+    into: tuple[Tensor | None, ...],
+    grad_memory: Tensor | None,
+    grad_previous: Tensor | None,
+) -> None:
+    """Fills the gradients of q, k, v, gain and ridge, and of memory and previous keys where those are given.
+
+    `kept` is what `forward` returned.
+    """
+    scale, log_decay, energy, _, states, _ = kept
+    assert states is not None
+    grad_states = torch.empty_like(states)
+
+    def reverse(initial, states, final, part_decay, from_zero):
+        last = final is not None and not from_zero
+        plan.reverse(
+            q, log_decay, grad_output, initial, states, final, part_decay, *tables[:2], *plan.along,
+            flags=(states is not None, last, initial is not None, from_zero),
+        )  # fmt: skip
+
+    initial = plan.in_parts(lambda found, decay: reverse(None, None, found, decay, True), grad_final, q, True)
+    reverse(initial, grad_states, grad_memory, None, False)
+    plan.gradients(
+        q, k, v, gain, ridge, before.previous_key, before.previous_valid, lengths, scale, log_decay, energy,
+        grad_output, states, grad_states, *into, grad_previous, *tables, *plan.across,
+    )  # fmt: skip
