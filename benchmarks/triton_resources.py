@@ -28,7 +28,7 @@ TARGETS = {"large": GPUTarget("cuda", 90, 32), "safe": GPUTarget("cuda", 86, 32)
 SHARED = {"large": 227 * 1024, "safe": 99 * 1024}
 FLOATS = {"weight", "log_decay", "w", "u", "c", "initial", "final", "part_decay", "gain", "ridge", "energy"}
 FLOATS |= {"grad_gain", "grad_ridge", "written"}
-FLOATS |= {"memory", "grad_memory", "grad_final", "inverse", "scale", "gram"}
+FLOATS |= {"memory", "grad_memory", "grad_final", "inverse", "scale", "gram", "sums"}
 OTHERS = {"bounds": "i64", "first": "i64", "owner": "i64", "lengths": "i64", "previous_valid": "i1", "tail_valid": "i1"}
 
 
@@ -117,7 +117,7 @@ def channel(card: str, dtype: torch.dtype, key_dim: int):
     plan = triton_channel.Plan(
         layout, (1, 1024, 1, key_dim), key_dim, dtype, torch.device("cpu"), options, False, True, True, sizes=sizes
     )
-    flags = {"forward": (True, True, True, True, False), "reverse": (True, True, True, False)}
+    flags = dict.fromkeys(("forward", "reverse"), (True, True, True, False))
     for name, config in sizes._asdict().items():
         launcher = getattr(plan, name)
         constants = launcher.constants | dict(zip(launcher.flags, flags.get(name, ()), strict=True))

@@ -127,9 +127,9 @@ def _forward(plan: Plan, tensors: list[Tensor | None], final: bool, keep: bool) 
     final_memory = torch.empty(plan.memory, dtype=torch.float32, device=q.device) if final else None
     if plan.channel is not None:
         made = plan.channel.forward(
-            plan.core, tables, q, k, v, gain, ridge, memory, before, lengths, output, final_memory, keep
+            plan.core, tables, q, k, v, gain, ridge, memory, before, lengths, output, final_memory
         )
-        return output, final_memory, *made
+        return output, final_memory, *(made if keep else (*made[:3], None, None, None))
     weight, log_decay, energy = triton_schedule.forward(plan.schedule, tables, k, gain, ridge, before, lengths)
     kept: tuple[Tensor | None, ...] = (None, None, None)
     if plan.residual:

@@ -170,24 +170,6 @@ def paired(late, early, LAG: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.jit
-def read_inside(
-    scores, z, u, decays, read, row, channels, LAG: tl.constexpr,
-    V: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What the tokens of a chunk read of its own writes z: [C, BV].
-
-    u: where its decays lie, `decays` [C, BV] in registers; read: [C, BV] those with which tokens read.
-    """
-    found = tl.zeros(z.shape, tl.float32)
-    for i in tl.static_range(SPANS):
-        middle = reference(u, row, channels, V, C, C >> i)
-        seen = tl.where(paired(row[:, None], row[None, :], LAG, C >> i), scores, 0.0).to(OPERAND)
-        part = tl.dot(seen, (apart(middle - decays, C >> i) * z).to(OPERAND), input_precision=PRECISION)
-        found += apart(read - middle, C >> i) * part
-    return found
-
-
-@triton.jit
 def read_decays(u, decays, row, channels, LAG: tl.constexpr, V: tl.constexpr):
     """[C, BV] log decays of what each token reads of the memory that the chunk finds."""
     if LAG == 0:
@@ -201,14 +183,14 @@ def read_decays(u, decays, row, channels, LAG: tl.constexpr, V: tl.constexpr):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _pass(
-    q, k, v, gain, scale, log_decay, previous, initial, output, states, final, part_decay,
+    k, v, gain, scale, log_decay, previous, initial, states, final, part_decay,
     bounds, first, length, heads, longest, parts, part_chunks,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
-    SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, DIRECT: tl.constexpr,
-    CAPPED: tl.constexpr, READ: tl.constexpr, STORE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
-    FROM_ZERO: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr,
+    PACKED: tl.constexpr, CARRIED: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, STORE: tl.constexpr,
+    FINAL: tl.constexpr, INITIAL: tl.constexpr, FROM_ZERO: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A part of a sequence in order. READ writes outputs, STORE the memory that each chunk finds.
+    """The memory S through a part of a sequence. STORE writes what each chunk finds.
 
     INITIAL starts from `initial` [sequence, part, ...], else from zero; FINAL has the last part write `final`.
     FROM_ZERO: what the part writes to an empty memory, to `final` [sequence, part, ...], and its log decays.
@@ -249,16 +231,8 @@ def _pass(
         z = step_of(beta, tl.load(scale + chunk * C + row), DIRECT, CAPPED) * y
         if STORE:
             tl.store(states + chunk * K * V + matrix, s, mask=inside)
-        found = s.to(OPERAND)
-        s = tl.dot(tl.trans(x), (tl.exp2(end - decays) * z).to(OPERAND), s * tl.exp2(end), input_precision=PRECISION)
-        if READ:
-            queries = token_rows(q, low + start, row, head, heads, K)
-            queries = load_rows(queries, there, columns, K).to(OPERAND)
-            scores = tl.dot(queries, tl.trans(x), input_precision=PRECISION)
-            read = read_decays(u, decays, row, channels, LAG, V)
-            o = tl.dot(queries, found, input_precision=PRECISION) * tl.exp2(read)
-            o += read_inside(scores, z, u, decays, read, row, channels, LAG, V, C, SPANS, OPERAND, PRECISION)
-            store_rows(token_rows(output, low + start, row, head, heads, V), o, there, channels, V)
+        z = (tl.exp2(end - decays) * z).to(OPERAND)
+        s = tl.dot(tl.trans(x), z, s * tl.exp2(end), input_precision=PRECISION)
         total += end
 
     if FROM_ZERO:
@@ -348,7 +322,7 @@ def _carry(
         s = s * tl.exp2(tl.load(part_decay + place * V + entry % V)) + own
 
 
-# Gradients of a chunk
+# Chunks on their own
 
 
 @triton.jit
@@ -358,20 +332,17 @@ def _block(matrix, columns, channels, K: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def _gradients(
-    q, k, v, gain, ridge, previous, previous_valid, lengths, scale, log_decay, energy, grad_output,
-    states, grad_states, grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_previous,
-    bounds, first, owner, length, longest, heads,
+def _read(
+    q, k, v, gain, scale, log_decay, previous, states, output, bounds, first, owner, length, longest, heads,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
-    SHIFT: tl.constexpr, LAG: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr,
-    RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
-    FLOOR: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, DIRECT: tl.constexpr,
+    CAPPED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of one chunk of one head, from the memory S that it finds and the gradient G of what it leaves.
-
-    dA is held transposed, [written, reading]: so it is a left operand of dX, and a right one of dQ'.
-    """
+    """O of one chunk, head and tile of channels."""
+    tiles: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0).to(tl.int64)
+    channels = (program % tiles).to(tl.int32) * BV + tl.arange(0, BV)
+    program = program // tiles
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
@@ -379,112 +350,210 @@ def _gradients(
     row = tl.arange(0, C)
     there = row < count - start
     u = log_decay + program * C * V
-    states += program * K * V
-    grad_states += program * K * V
     q_at = token_rows(q, low + start, row, head, heads, K)
     x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
     readable = exists(start + row, there, SHIFT, CARRIED)
+    decays = load_rows(u + row * V, row >= 0, channels, V)
+    read = read_decays(u, decays, row, channels, LAG, V)
+    y = load_rows(token_rows(v, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+    beta = load_rows(token_rows(gain, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+    z = step_of(beta, tl.load(scale + program * C + row), DIRECT, CAPPED) * y
 
+    scores = tl.zeros([C, C], tl.float32)
+    found = tl.zeros([C, BV], tl.float32)
+    for begin in range(0, K, BK):
+        columns = begin + tl.arange(0, BK)
+        queries = load_rows(q_at, there, columns, K).to(OPERAND)
+        x = load_rows(x_at, readable, columns, K).to(OPERAND)
+        s = _block(states + program * K * V, columns, channels, K, V).to(OPERAND)
+        scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
+        found = tl.dot(queries, s, found, input_precision=PRECISION)
+    found *= tl.exp2(read)
+    for i in tl.static_range(SPANS):
+        middle = reference(u, row, channels, V, C, C >> i)
+        seen = tl.where(paired(row[:, None], row[None, :], LAG, C >> i), scores, 0.0).to(OPERAND)
+        early = (apart(middle - decays, C >> i) * z).to(OPERAND)
+        found += apart(read - middle, C >> i) * tl.dot(seen, early, input_precision=PRECISION)
+    store_rows(token_rows(output, low + start, row, head, heads, V), found, there, channels, V)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _channel_gradients(
+    q, k, v, gain, ridge, previous, previous_valid, lengths, scale, log_decay, energy, grad_output,
+    states, grad_states, grad_v, grad_gain, sums, bounds, first, owner, length, longest, heads,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
+    SHIFT: tl.constexpr, LAG: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr,
+    RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
+    FLOOR: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of v and gain of one chunk, head and tile of channels, and what these channels ask of ridge and energy:
+    `sums` [2, tiles, chunks, H, C].
+    """
+    tiles: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0).to(tl.int64)
+    behind = tl.num_programs(0).to(tl.int64) * C
+    channels = (program % tiles).to(tl.int32) * BV + tl.arange(0, BV)
+    sums += program % tiles * (behind // tiles)
+    program = program // tiles
+    head = program % heads
+    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if start >= count:
+        return
+    row = tl.arange(0, C)
+    there = row < count - start
+    u = log_decay + program * C * V
+    q_at = token_rows(q, low + start, row, head, heads, K)
+    x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
+    readable = exists(start + row, there, SHIFT, CARRIED)
+    decays = load_rows(u + row * V, row >= 0, channels, V)
+    read = read_decays(u, decays, row, channels, LAG, V)
+    end = row_of(u, channels, C - 1, V)
+    y = load_rows(token_rows(v, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+    out = load_rows(token_rows(grad_output, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+    beta = load_rows(token_rows(gain, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+    z = step_of(beta, tl.load(scale + program * C + row), DIRECT, CAPPED) * y
+
+    scores = tl.zeros([C, C], tl.float32)
+    found = tl.zeros([C, BV], tl.float32)
+    kept = tl.zeros([1, BV], tl.float32)
+    for begin in range(0, K, BK):
+        columns = begin + tl.arange(0, BK)
+        s = _block(states + program * K * V, columns, channels, K, V)
+        g = _block(grad_states + program * K * V, columns, channels, K, V)
+        kept += tl.sum(s.to(tl.float32) * g.to(tl.float32), 0)[None, :]
+        x = load_rows(x_at, readable, columns, K).to(OPERAND)
+        queries = load_rows(q_at, there, columns, K).to(OPERAND)
+        found = tl.dot(queries, s.to(OPERAND), found, input_precision=PRECISION)
+        scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
+    found *= tl.exp2(read)
+    for i in tl.static_range(SPANS):
+        middle = reference(u, row, channels, V, C, C >> i)
+        seen = tl.where(paired(row[:, None], row[None, :], 1, C >> i), scores, 0.0).to(OPERAND)
+        early = (apart(middle - decays, C >> i) * z).to(OPERAND)
+        found += apart(read - middle, C >> i) * tl.dot(seen, early, input_precision=PRECISION)
+    passing = found * out
+    of_decay = kept * tl.exp2(end) - passing * LAG
+
+    scores = tl.zeros([C, C], tl.float32)
+    of_z = tl.zeros([C, BV], tl.float32)
+    for begin in range(0, K, BK):
+        columns = begin + tl.arange(0, BK)
+        x = load_rows(x_at, readable, columns, K).to(OPERAND)
+        queries = load_rows(q_at, there, columns, K).to(OPERAND)
+        g = _block(grad_states + program * K * V, columns, channels, K, V).to(OPERAND)
+        of_z = tl.dot(x, g, of_z, input_precision=PRECISION)
+        scores = tl.dot(x, tl.trans(queries), scores, input_precision=PRECISION)
+    of_z *= tl.exp2(end - decays)
+    passed = z * of_z
+    of_decay += tl.cumsum(passed, 0) - passed
+    if LAG == 0:
+        of_z += tl.sum(tl.where(row[:, None] == row[None, :], scores, 0.0), 1)[:, None] * out
+    read_z = tl.zeros([C, BV], tl.float32)
+    for i in tl.static_range(SPANS):
+        middle = reference(u, row, channels, V, C, C >> i)
+        seen = tl.where(paired(row[None, :], row[:, None], 1, C >> i), scores, 0.0).to(OPERAND)
+        late = (apart(read - middle, C >> i) * out).to(OPERAND)
+        read_z += apart(middle - decays, C >> i) * tl.dot(seen, late, input_precision=PRECISION)
+    of_z += read_z
+    of_decay += tl.cumsum(passing - z * read_z, 0, reverse=True)
+
+    eta = step_of(beta, tl.load(scale + program * C + row), DIRECT, CAPPED)
+    store_rows(token_rows(grad_v, low + start, row, head, heads, V), eta * of_z, there, channels, V)
     valid = count
     if MASKED:
         valid = tl.load(lengths + sequence).to(tl.int32)
     active = there & pair_exists(start + row, valid, previous_valid, previous_valid, sequence, 1, SHIFT, CARRIED)
     token = ((low + start) * heads + head).to(tl.int64) + row * heads
-    scaled = tl.load(scale + program * C + row)
-    statistic = tl.load(energy + program * C + row)
     base = tl.zeros([C], tl.float32)
     if RIDGE > 0:
         base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
+    statistic = tl.load(energy + program * C + row)
+    of_gain, of_ridge, of_energy = step_gradients(
+        beta, base[:, None], statistic[:, None], of_z * y, of_decay, active[:, None],
+        RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+    )  # fmt: skip
+    store_rows(token_rows(grad_gain, low + start, row, head, heads, V), of_gain, there, channels, V)
+    tl.store(sums + program * C + row, tl.sum(of_ridge, 1))
+    tl.store(sums + behind + program * C + row, tl.sum(of_energy, 1))
 
-    scores = tl.zeros([C, C], tl.float32)  # [reading, written]
-    turned = tl.zeros([C, C], tl.float32)
-    for begin in range(0, K, BK):
-        x = load_rows(x_at, readable, begin + tl.arange(0, BK), K).to(OPERAND)
-        queries = load_rows(q_at, there, begin + tl.arange(0, BK), K).to(OPERAND)
-        scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
-        turned = tl.dot(x, tl.trans(queries), turned, input_precision=PRECISION)
-    own = tl.zeros([C], tl.float32)  # what each token reads of its own write
-    if LAG == 0:
-        own = tl.sum(tl.where(row[:, None] == row[None, :], scores, 0.0), 1)
 
-    grad_scores = tl.zeros([C, C], tl.float32)  # [written, reading]
-    of_ridge = tl.zeros([C], tl.float32)
-    of_energy = tl.zeros([C], tl.float32)
+@triton.jit(do_not_specialize=NUMBERS)
+def _key_gradients(
+    q, k, v, gain, previous, scale, log_decay, grad_output, states, grad_states, sums, grad_q, grad_k, grad_ridge,
+    grad_previous, bounds, first, owner, length, longest, heads,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
+    SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RIDGE: tl.constexpr,
+    DIRECT: tl.constexpr, CAPPED: tl.constexpr, TILES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of q and the write features, where their keys lie, of one chunk and head; and of ridge.
+
+    dA is held transposed, [written, reading]: so it is a left operand of dX, and a right one of dQ'.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    behind = tl.num_programs(0).to(tl.int64) * C
+    head = program % heads
+    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if start >= count:
+        return
+    row = tl.arange(0, C)
+    there = row < count - start
+    u = log_decay + program * C * V
+    scaled = tl.load(scale + program * C + row)
+    v_at = token_rows(v, low + start, row, head, heads, V)
+    out_at = token_rows(grad_output, low + start, row, head, heads, V)
+    gain_at = token_rows(gain, low + start, row, head, heads, V)
+
+    of_scores = tl.zeros([C, C], tl.float32)
     for begin in range(0, V, BV):
         channels = begin + tl.arange(0, BV)
-        found = tl.zeros([C, BV], tl.float32)
-        passed = tl.zeros([C, BV], tl.float32)
-        kept = tl.zeros([1, BV], tl.float32)
-        for key_begin in range(0, K, BK):
-            columns = key_begin + tl.arange(0, BK)
-            s = _block(states, columns, channels, K, V)
-            g = _block(grad_states, columns, channels, K, V)
-            kept += tl.sum(s.to(tl.float32) * g.to(tl.float32), 0)[None, :]
-            queries = load_rows(q_at, there, columns, K).to(OPERAND)
-            x = load_rows(x_at, readable, columns, K).to(OPERAND)
-            found = tl.dot(queries, s.to(OPERAND), found, input_precision=PRECISION)
-            passed = tl.dot(x, g.to(OPERAND), passed, input_precision=PRECISION)
-        y = load_rows(token_rows(v, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-        out = load_rows(token_rows(grad_output, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-        beta = load_rows(token_rows(gain, low + start, row, head, heads, V), active, channels, V).to(tl.float32)
         decays = load_rows(u + row * V, row >= 0, channels, V)
         read = read_decays(u, decays, row, channels, LAG, V)
-        end = row_of(u, channels, C - 1, V)
-        eta = step_of(beta, scaled, DIRECT, CAPPED)
-        z = eta * y
-        found *= tl.exp2(read)
-        passed *= tl.exp2(end - decays)
-        of_z = tl.zeros([C, BV], tl.float32)
+        beta = load_rows(gain_at, there, channels, V).to(tl.float32)
+        z = step_of(beta, scaled, DIRECT, CAPPED) * load_rows(v_at, there, channels, V).to(tl.float32)
+        out = load_rows(out_at, there, channels, V).to(tl.float32)
         for i in tl.static_range(SPANS):
             middle = reference(u, row, channels, V, C, C >> i)
-            late, early = apart(read - middle, C >> i), apart(middle - decays, C >> i)
-            late_out, early_z = (late * out).to(OPERAND), (early * z).to(OPERAND)
-            seen = tl.where(paired(row[:, None], row[None, :], 1, C >> i), scores, 0.0).to(OPERAND)
-            found += late * tl.dot(seen, early_z, input_precision=PRECISION)
-            seen = tl.where(paired(row[None, :], row[:, None], 1, C >> i), turned, 0.0).to(OPERAND)
-            of_z += early * tl.dot(seen, late_out, input_precision=PRECISION)
-            product = tl.dot(early_z, tl.trans(late_out), input_precision=PRECISION)
-            grad_scores += tl.where(paired(row[None, :], row[:, None], LAG, C >> i), product, 0.0)
-        reading, writing = found * out, z * of_z
-        of_z += passed + own[:, None] * out
-        store_rows(token_rows(grad_v, low + start, row, head, heads, V), eta * of_z, there, channels, V)
-        passed *= z
-        of_decay = tl.cumsum(reading - writing, 0, reverse=True) - reading * LAG
-        of_decay += tl.cumsum(passed, 0) - passed + kept * tl.exp2(end)
-        of_gain, by_ridge, by_energy = step_gradients(
-            beta, base[:, None], statistic[:, None], of_z * y, of_decay, active[:, None],
-            RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
-        )  # fmt: skip
-        store_rows(token_rows(grad_gain, low + start, row, head, heads, V), of_gain, there, channels, V)
-        of_ridge += tl.sum(by_ridge, 1)
-        of_energy += tl.sum(by_energy, 1)
+            early = (apart(middle - decays, C >> i) * z).to(OPERAND)
+            late = (apart(read - middle, C >> i) * out).to(OPERAND)
+            product = tl.dot(early, tl.trans(late), input_precision=PRECISION)
+            of_scores += tl.where(paired(row[None, :], row[:, None], LAG, C >> i), product, 0.0)
+    left = of_scores.to(OPERAND)
+
+    of_energy = tl.zeros([C], tl.float32)
+    of_ridge = tl.zeros([C], tl.float32)
+    for i in tl.static_range(TILES):
+        of_ridge += tl.load(sums + i * behind + program * C + row)
+        of_energy += tl.load(sums + (TILES + i) * behind + program * C + row)
     if RIDGE > 0:
+        token = ((low + start) * heads + head).to(tl.int64) + row * heads
         tl.store(grad_ridge + token, of_ridge, mask=there)
 
-    left = grad_scores.to(OPERAND)
+    q_at = token_rows(q, low + start, row, head, heads, K)
+    x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
     into = x_rows(grad_k, grad_previous, grad_previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
+    readable = exists(start + row, there, SHIFT, CARRIED)
     for key_begin in range(0, K, BK):
         columns = key_begin + tl.arange(0, BK)
         of_q = tl.zeros([BK, C], tl.float32)
         of_x = tl.zeros([C, BK], tl.float32)
         for begin in range(0, V, BV):
             channels = begin + tl.arange(0, BV)
-            y = load_rows(token_rows(v, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-            out = load_rows(token_rows(grad_output, low + start, row, head, heads, V), there, channels, V)
-            beta = load_rows(token_rows(gain, low + start, row, head, heads, V), active, channels, V).to(tl.float32)
             decays = load_rows(u + row * V, row >= 0, channels, V)
             read = read_decays(u, decays, row, channels, LAG, V)
-            z = step_of(beta, scaled, DIRECT, CAPPED) * y * tl.exp2(row_of(u, channels, C - 1, V) - decays)
-            out = (tl.exp2(read) * out.to(tl.float32)).to(OPERAND)
-            s = _block(states, columns, channels, K, V).to(OPERAND)
-            g = _block(grad_states, columns, channels, K, V).to(OPERAND)
+            out = load_rows(out_at, there, channels, V).to(tl.float32)
+            out = (tl.exp2(read) * out).to(OPERAND)
+            s = _block(states + program * K * V, columns, channels, K, V).to(OPERAND)
             of_q = tl.dot(s, tl.trans(out), of_q, input_precision=PRECISION)
-            of_x = tl.dot(z.to(OPERAND), tl.trans(g), of_x, input_precision=PRECISION)
-        queries = load_rows(q_at, there, columns, K).to(OPERAND)
+            beta = load_rows(gain_at, there, channels, V).to(tl.float32)
+            z = step_of(beta, scaled, DIRECT, CAPPED) * load_rows(v_at, there, channels, V).to(tl.float32)
+            z = (tl.exp2(row_of(u, channels, C - 1, V) - decays) * z).to(OPERAND)
+            g = _block(grad_states + program * K * V, columns, channels, K, V).to(OPERAND)
+            of_x = tl.dot(z, tl.trans(g), of_x, input_precision=PRECISION)
         x = load_rows(x_at, readable, columns, K)
         of_q = tl.dot(tl.trans(x.to(OPERAND)), left, of_q, input_precision=PRECISION)
         of_q = tl.trans(of_q.to(grad_q.dtype.element_ty))
         store_rows(token_rows(grad_q, low + start, row, head, heads, K), of_q, there, columns, K)
+        queries = load_rows(q_at, there, columns, K).to(OPERAND)
         of_x = tl.dot(left, queries, of_x, input_precision=PRECISION)
         of_x += 2.0 * of_energy[:, None] * x.to(tl.float32)
         store_rows(into, of_x, readable, columns, K)
@@ -547,15 +616,22 @@ class Plan:
             constants = {n: c for n, c in constants.items() if n in kernel.arg_names}
             return Launcher(kernel, (programs,), constants | config.options(), flags, aligned)
 
-        def along(kernel, config, *flags):
+        def along(kernel, config):
             programs = rows * self.parts * -(-value_dim // value_tile(config))
-            return launcher(kernel, programs, config, key_tile, *flags, "STORE", "FINAL", "INITIAL", "FROM_ZERO")
+            return launcher(kernel, programs, config, key_tile, "STORE", "FINAL", "INITIAL", "FROM_ZERO")
+
+        def across(kernel, config):
+            return launcher(kernel, chunks * -(-value_dim // value_tile(config)), config, config.key_tile)
 
         chunks, entries = layout.chunks * self.heads, key_dim * value_dim
         self.rates = launcher(_rates, chunks, sizes.rates, sizes.rates.key_tile, GRAM=False)
-        self.forward = along(_pass, sizes.forward, "READ")
+        self.forward = along(_pass, sizes.forward)
+        self.read = across(_read, sizes.read)
         self.reverse = along(_reverse_pass, sizes.reverse)
-        self.gradients = launcher(_gradients, chunks, sizes.gradients, sizes.gradients.key_tile)
+        self.channels = across(_channel_gradients, sizes.channels)
+        tiles = -(-value_dim // value_tile(sizes.channels))
+        self.keys = launcher(_key_gradients, chunks, sizes.keys, sizes.keys.key_tile, TILES=tiles)
+        self.sums = (2, tiles, layout.chunks, self.heads, layout.chunk)
         carry = {"SIZE": entries, "V": value_dim, "ENTRIES": 1024, "num_warps": 4}
         programs = rows * -(-entries // 1024)
         self.carry = Launcher(_carry, (programs,), carry, ("INITIAL", "REVERSED"), aligned)
@@ -585,10 +661,8 @@ def forward(
     lengths: Tensor | None,
     output: Tensor,
     final: Tensor | None,
-    keep: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Fills `output` [B, T, H, V] and, where given, `final` [S, H, K, V]; returns what the backward needs, the memories
-    that chunks find only if `keep`.
+    """Fills `output` [B, T, H, V] and, where given, `final` [S, H, K, V]; returns what the backward needs.
 
     Args:
         q, k: [B, T, H, K]; v, gain: [B, T, H, V]; q, k and v float32, bfloat16 or float16, the same for all.
@@ -601,17 +675,17 @@ def forward(
         *plan.across,
     )  # fmt: skip
 
-    def run(initial, output, states, final, part_decay, from_zero):
+    def run(initial, states, final, part_decay, from_zero):
         last = final is not None and not from_zero
         plan.forward(
-            q, k, v, gain, scale, log_decay, before.previous_key, initial, output, states, final, part_decay,
-            *tables[:2], *plan.along,
-            flags=(output is not None, states is not None, last, initial is not None, from_zero),
+            k, v, gain, scale, log_decay, before.previous_key, initial, states, final, part_decay, *tables[:2],
+            *plan.along, flags=(states is not None, last, initial is not None, from_zero),
         )  # fmt: skip
 
-    states = torch.empty(plan.states, dtype=plan.operand, device=q.device) if keep else None
-    initial = plan.in_parts(lambda found, decay: run(None, None, None, found, decay, True), memory, q, False)
-    run(initial, output, states, final, None, False)
+    states = torch.empty(plan.states, dtype=plan.operand, device=q.device)
+    initial = plan.in_parts(lambda found, decay: run(None, None, found, decay, True), memory, q, False)
+    run(initial, states, final, None, False)
+    plan.read(q, k, v, gain, scale, log_decay, before.previous_key, states, output, *tables, *plan.across)
     return scale, log_decay, energy, None, states, None
 
 
@@ -649,7 +723,13 @@ def backward(
 
     initial = plan.in_parts(lambda found, decay: reverse(None, None, found, decay, True), grad_final, q, True)
     reverse(initial, grad_states, grad_memory, None, False)
-    plan.gradients(
+    grad_q, grad_k, grad_v, grad_gain, grad_ridge = into
+    sums = torch.empty(plan.sums, dtype=torch.float32, device=q.device)
+    plan.channels(
         q, k, v, gain, ridge, before.previous_key, before.previous_valid, lengths, scale, log_decay, energy,
-        grad_output, states, grad_states, *into, grad_previous, *tables, *plan.across,
+        grad_output, states, grad_states, grad_v, grad_gain, sums, *tables, *plan.across,
+    )  # fmt: skip
+    plan.keys(
+        q, k, v, gain, before.previous_key, scale, log_decay, grad_output, states, grad_states, sums, grad_q, grad_k,
+        grad_ridge, grad_previous, *tables, *plan.across,
     )  # fmt: skip
