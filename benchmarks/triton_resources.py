@@ -2,7 +2,7 @@
 
     python benchmarks/triton_resources.py [--card safe] [--fresh] [--key-dims 64] [--windows 1 4] [--dtypes bfloat16]
 
-falcon_1 is the window of 0, falcon_2a that of -1.
+falcon_1 is the window of 0, falcon_2a that of -1, falcon_2 of -2.
 
 Exits with 1 where a `safe` configuration takes more shared memory than 100 KB. Registers and stack (spilled registers
 live there) are the assembler's.
@@ -19,7 +19,14 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
-from falcon_kernels import launch, triton_additive, triton_channel, triton_regression, triton_schedule
+from falcon_kernels import (
+    launch,
+    triton_additive,
+    triton_channel,
+    triton_channel_regression,
+    triton_regression,
+    triton_schedule,
+)
 from falcon_kernels.triton_layout import NUMBERS, Layout
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -108,20 +115,30 @@ def regression(card: str, dtype: torch.dtype, key_dim: int):
             yield "its adjoint", launcher.kernel, config, constants | {"ADJOINT": True}
 
 
-def channel(card: str, dtype: torch.dtype, key_dim: int):
-    """The same of the rules with a rate per value channel."""
+def channel(card: str, dtype: torch.dtype, key_dim: int, residual: bool = False):
+    """The same of falcon_2a, or where `residual` of falcon_2."""
     tile = max(64, launch.padded(key_dim, dtype.itemsize))
     sizes = launch.WIDE_CHANNEL[tile] if dtype.itemsize == 4 else launch.CHANNEL[card, dtype.itemsize, tile]
-    options = triton_schedule.Options(1, True, triton_schedule.RIDGE["scale_coupled"], False, False, False, 1e-6, 0.01)
-    layout = Layout.of(1, 1024, 0, triton_channel.chunk_length(dtype, key_dim))
-    plan = triton_channel.Plan(
-        layout, (1, 1024, 1, key_dim), key_dim, dtype, torch.device("cpu"), options, False, True, True, sizes=sizes
+    options = triton_schedule.Options(
+        1, True, triton_schedule.RIDGE["scale_coupled"], False, residual, False, 1e-6, 0.01
     )
-    flags = dict.fromkeys(("forward", "reverse"), (True, True, True, False))
+    layout = Layout.of(1, 1024, 0, triton_channel.chunk_length(dtype, key_dim))
+    core = triton_channel_regression if residual else triton_channel
+    plan = core.Plan(
+        layout, (1, 1024, 1, key_dim), key_dim, dtype, torch.device("cpu"), options, False, True, True, True,
+        sizes=sizes,
+    )  # fmt: skip
+    modes = dict.fromkeys(("forward", "reverse"), (True, True, True, False))
+    flags = modes | dict.fromkeys(("solve", "unsolve"), (True,))
     for name, config in sizes._asdict().items():
-        launcher = getattr(plan, name)
-        constants = launcher.constants | dict(zip(launcher.flags, flags.get(name, ()), strict=True))
-        yield name, launcher.kernel, config, constants
+        if name not in ("forward", "reverse") if residual else hasattr(plan, name):
+            launcher = getattr(plan, name)
+            constants = launcher.constants | dict(zip(launcher.flags, flags.get(name, ()), strict=True))
+            yield name, launcher.kernel, config, constants
+
+
+def channel_regression(card: str, dtype: torch.dtype, key_dim: int):
+    return channel(card, dtype, key_dim, True)
 
 
 def main() -> int:
@@ -136,11 +153,11 @@ def main() -> int:
     for dtype in options.dtypes:
         for key_dim in options.key_dims:
             kind = getattr(torch, dtype)
-            for window in (-1, 0, *options.windows):
+            for window in (-2, -1, 0, *options.windows):
                 if window > 0:
                     these = launches(options.card, kind, key_dim, window, not options.fresh)
                 else:
-                    these = (regression if window == 0 else channel)(options.card, kind, key_dim)
+                    these = (regression, channel, channel_regression)[-window](options.card, kind, key_dim)
                 for name, kernel, config, constants in these:
                     used = resources(kernel, options.card, kind, config, constants)
                     fits &= used["shared"] <= SHARED[options.card]

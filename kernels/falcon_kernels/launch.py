@@ -102,8 +102,8 @@ WIDE_REGRESSION = {  # 4-byte operands, on any card, by K
 
 
 class Channel(NamedTuple):
-    """Configurations of the kernels of the rules with a rate per value channel; all but the passes take `key_tile` key
-    channels at a time."""
+    """Configurations of the kernels of the rules with a rate per value channel; all but the passes and solves take
+    `key_tile` key channels at a time."""
 
     rates: Config
     forward: Config
@@ -111,6 +111,9 @@ class Channel(NamedTuple):
     reverse: Config
     channels: Config
     keys: Config
+    solve: Config
+    within: Config
+    unsolve: Config
 
 
 CHANNEL = {  # keys as in TABLE
@@ -121,6 +124,9 @@ CHANNEL = {  # keys as in TABLE
         Config(64, 4, 3),
         Config(64, 8, 1, 64),
         Config(64, 4, 1, 64),
+        Config(64, 4, 2),
+        Config(64, 4, 1, 64),
+        Config(64, 4, 2),
     ),
     ("large", 2, 128): Channel(
         Config(64, 4, 1, 64),
@@ -129,6 +135,9 @@ CHANNEL = {  # keys as in TABLE
         Config(64, 4, 3),
         Config(64, 8, 1, 64),
         Config(64, 4, 1, 64),
+        Config(64, 4, 2),
+        Config(64, 4, 1, 64),
+        Config(64, 4, 2),
     ),
     ("large", 2, 256): Channel(
         Config(64, 4, 1, 64),
@@ -137,6 +146,9 @@ CHANNEL = {  # keys as in TABLE
         Config(64, 8, 2),
         Config(64, 8, 1, 64),
         Config(64, 4, 1, 64),
+        Config(64, 8, 2),
+        Config(64, 4, 1, 64),
+        Config(64, 8, 2),
     ),
     ("safe", 2, 64): Channel(
         Config(64, 4, 1, 64),
@@ -145,6 +157,9 @@ CHANNEL = {  # keys as in TABLE
         Config(64, 4, 2),
         Config(64, 8, 1, 64),
         Config(64, 4, 1, 64),
+        Config(64, 4, 2),
+        Config(64, 4, 1, 64),
+        Config(64, 4, 2),
     ),
     ("safe", 2, 128): Channel(
         Config(64, 4, 1, 64),
@@ -153,6 +168,9 @@ CHANNEL = {  # keys as in TABLE
         Config(64, 4, 1),
         Config(64, 8, 1, 64),
         Config(64, 4, 1, 64),
+        Config(64, 4, 1),
+        Config(64, 4, 1, 64),
+        Config(64, 4, 1),
     ),
     ("safe", 2, 256): Channel(
         Config(64, 4, 1, 64),
@@ -161,6 +179,9 @@ CHANNEL = {  # keys as in TABLE
         Config(64, 8, 1),
         Config(64, 8, 1, 64),
         Config(64, 4, 1, 64),
+        Config(64, 8, 1),
+        Config(64, 4, 1, 64),
+        Config(64, 8, 1),
     ),
 }
 WIDE_CHANNEL = {  # 4-byte operands, on any card, by K
@@ -171,6 +192,9 @@ WIDE_CHANNEL = {  # 4-byte operands, on any card, by K
         Config(32, 4, 1),
         Config(32, 4, 1, 32),
         Config(32, 4, 1, 32),
+        Config(32, 4, 1),
+        Config(32, 4, 1, 32),
+        Config(32, 4, 1),
     ),
     128: Channel(
         Config(32, 4, 1, 32),
@@ -179,6 +203,9 @@ WIDE_CHANNEL = {  # 4-byte operands, on any card, by K
         Config(16, 8, 1),
         Config(32, 4, 1, 32),
         Config(32, 4, 1, 32),
+        Config(16, 8, 1),
+        Config(32, 4, 1, 32),
+        Config(16, 8, 1),
     ),
     256: Channel(
         Config(32, 4, 1, 32),
@@ -187,6 +214,9 @@ WIDE_CHANNEL = {  # 4-byte operands, on any card, by K
         Config(16, 8, 1),
         Config(32, 4, 1, 32),
         Config(32, 4, 1, 32),
+        Config(16, 8, 1),
+        Config(32, 4, 1, 32),
+        Config(16, 8, 1),
     ),
 }
 

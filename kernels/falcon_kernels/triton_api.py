@@ -13,7 +13,7 @@ from .rule import Rule
 from .state import FalconState
 from .triton_schedule import RIDGE
 
-RULES = ("falcon_1", "falcon_1a", "falcon_2a", "falcon_3a")
+RULES = ("falcon_1", "falcon_1a", "falcon_2", "falcon_2a", "falcon_3a")
 LARGEST_WIDTH = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

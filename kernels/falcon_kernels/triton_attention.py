@@ -11,7 +11,14 @@ from functools import lru_cache, wraps
 import torch
 from torch import Tensor
 
-from . import triton_additive, triton_channel, triton_device, triton_regression, triton_schedule
+from . import (
+    triton_additive,
+    triton_channel,
+    triton_channel_regression,
+    triton_device,
+    triton_regression,
+    triton_schedule,
+)
 from .triton_layout import NAMESPACE, NO_TABLES, Layout, is_plain, operand_dtype
 from .triton_schedule import Before
 
@@ -64,7 +71,9 @@ class Plan:
         self.layout = _layout(batch, length, documents, self.residual, dtype, key_dim, window, per_channel)
         schedule = triton_schedule.Options(*options)
         self.memory = (self.layout.sequences, heads, key_dim, value_dim)
-        self.channel = triton_channel if per_channel else None
+        self.channel = None
+        if per_channel:
+            self.channel = triton_channel_regression if self.residual else triton_channel
         if self.channel is not None:
             self.core = self.channel.Plan(
                 self.layout, shape, value_dim, dtype, device, schedule, before, masked, carried, aligned
@@ -205,7 +214,12 @@ def _fake(*arguments):
         numbers = triton_schedule.shapes(layout, heads, window, _parts(residual, q.dtype))
     inverse, states, residuals = (v.new_empty(0) for _ in range(3))
     wide = operand_dtype(q.dtype)
-    if residual and keep:
+    if per_channel and keep:
+        states = v.new_empty((layout.chunks, heads, key_dim, value_dim), dtype=wide)
+        if residual:
+            inverse = v.new_empty((layout.chunks, heads, layout.chunk, 16), dtype=torch.float32)
+            residuals = v.new_empty(v.shape, dtype=wide)
+    elif residual and keep:
         inverse = v.new_empty((layout.chunks, heads, layout.chunk, layout.chunk), dtype=torch.float32)
         states = v.new_empty((layout.chunks, heads, value_dim, key_dim), dtype=wide)
         residuals = v.new_empty(v.shape, dtype=wide)

@@ -71,11 +71,11 @@ MIDDLE = tl.constexpr(7)
 
 @triton.jit
 def step_of(gain, scale, DIRECT: tl.constexpr, CAPPED: tl.constexpr):
-    """Step sizes [C, BV] of gains, and of the numbers [C] that `_rates` leaves, 0 where nothing is done."""
+    """Step sizes of gains, and of the numbers of their tokens that `_rates` leaves, 0 where nothing is done."""
     if DIRECT and CAPPED:
-        return tl.where((scale > 0.0)[:, None], tl.minimum(gain, scale[:, None]), 0.0)
+        return tl.where(scale > 0.0, tl.minimum(gain, scale), 0.0)
     else:
-        return gain * scale[:, None]
+        return gain * scale
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -127,7 +127,7 @@ def _rates(
     for begin in range(0, V, BV):
         channels = begin + tl.arange(0, BV)
         beta = load_rows(token_rows(gain, low + start, row, head, heads, V), active, channels, V).to(tl.float32)
-        eta = step_of(beta, scaled, DIRECT, CAPPED)
+        eta = step_of(beta, scaled[:, None], DIRECT, CAPPED)
         decay = LOG2_E * _log1p_negative(tl.minimum(eta * used[:, None], 1.0 - FLOOR))
         store_rows(log_decay + number * V, tl.cumsum(decay, 0), row >= 0, channels, V)
 
@@ -228,7 +228,7 @@ def _pass(
         beta = load_rows(token_rows(gain, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
         decays = load_rows(u + row * V, row >= 0, channels, V)
         end = row_of(u, channels, C - 1, V)
-        z = step_of(beta, tl.load(scale + chunk * C + row), DIRECT, CAPPED) * y
+        z = step_of(beta, tl.load(scale + chunk * C + row)[:, None], DIRECT, CAPPED) * y
         if STORE:
             tl.store(states + chunk * K * V + matrix, s, mask=inside)
         z = (tl.exp2(end - decays) * z).to(OPERAND)
@@ -333,12 +333,12 @@ def _block(matrix, columns, channels, K: tl.constexpr, V: tl.constexpr):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _read(
-    q, k, v, gain, scale, log_decay, previous, states, output, bounds, first, owner, length, longest, heads,
+    q, k, written, gain, scale, log_decay, previous, states, output, bounds, first, owner, length, longest, heads,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
     SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, DIRECT: tl.constexpr,
     CAPPED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """O of one chunk, head and tile of channels."""
+    """O of one chunk, head and tile of channels, from what is `written`: values, or residuals."""
     tiles: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0).to(tl.int64)
     channels = (program % tiles).to(tl.int32) * BV + tl.arange(0, BV)
@@ -355,9 +355,9 @@ def _read(
     readable = exists(start + row, there, SHIFT, CARRIED)
     decays = load_rows(u + row * V, row >= 0, channels, V)
     read = read_decays(u, decays, row, channels, LAG, V)
-    y = load_rows(token_rows(v, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+    y = load_rows(token_rows(written, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
     beta = load_rows(token_rows(gain, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-    z = step_of(beta, tl.load(scale + program * C + row), DIRECT, CAPPED) * y
+    z = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED) * y
 
     scores = tl.zeros([C, C], tl.float32)
     found = tl.zeros([C, BV], tl.float32)
@@ -379,12 +379,12 @@ def _read(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _channel_gradients(
-    q, k, v, gain, ridge, previous, previous_valid, lengths, scale, log_decay, energy, grad_output,
+    q, k, v, gain, ridge, previous, previous_valid, lengths, scale, log_decay, energy, residuals, grad_z, grad_output,
     states, grad_states, grad_v, grad_gain, sums, bounds, first, owner, length, longest, heads,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
     SHIFT: tl.constexpr, LAG: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr,
     RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
-    FLOOR: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    FLOOR: tl.constexpr, RESIDUAL: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of v and gain of one chunk, head and tile of channels, and what these channels ask of ridge and energy:
     `sums` [2, tiles, chunks, H, C].
@@ -411,7 +411,10 @@ def _channel_gradients(
     y = load_rows(token_rows(v, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
     out = load_rows(token_rows(grad_output, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
     beta = load_rows(token_rows(gain, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-    z = step_of(beta, tl.load(scale + program * C + row), DIRECT, CAPPED) * y
+    written = y
+    if RESIDUAL:
+        written = load_rows(token_rows(residuals, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+    z = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED) * written
 
     scores = tl.zeros([C, C], tl.float32)
     found = tl.zeros([C, BV], tl.float32)
@@ -434,30 +437,42 @@ def _channel_gradients(
     passing = found * out
     of_decay = kept * tl.exp2(end) - passing * LAG
 
+    own = tl.zeros([C], tl.float32)
+    if LAG == 0:
+        own = tl.sum(tl.where(row[:, None] == row[None, :], scores, 0.0), 1)
     scores = tl.zeros([C, C], tl.float32)
     of_z = tl.zeros([C, BV], tl.float32)
     for begin in range(0, K, BK):
         columns = begin + tl.arange(0, BK)
         x = load_rows(x_at, readable, columns, K).to(OPERAND)
-        queries = load_rows(q_at, there, columns, K).to(OPERAND)
         g = _block(grad_states + program * K * V, columns, channels, K, V).to(OPERAND)
         of_z = tl.dot(x, g, of_z, input_precision=PRECISION)
-        scores = tl.dot(x, tl.trans(queries), scores, input_precision=PRECISION)
+        if not RESIDUAL:
+            queries = load_rows(q_at, there, columns, K).to(OPERAND)
+            scores = tl.dot(x, tl.trans(queries), scores, input_precision=PRECISION)
     of_z *= tl.exp2(end - decays)
     passed = z * of_z
     of_decay += tl.cumsum(passed, 0) - passed
-    if LAG == 0:
-        of_z += tl.sum(tl.where(row[:, None] == row[None, :], scores, 0.0), 1)[:, None] * out
-    read_z = tl.zeros([C, BV], tl.float32)
-    for i in tl.static_range(SPANS):
-        middle = reference(u, row, channels, V, C, C >> i)
-        seen = tl.where(paired(row[None, :], row[:, None], 1, C >> i), scores, 0.0).to(OPERAND)
-        late = (apart(read - middle, C >> i) * out).to(OPERAND)
-        read_z += apart(middle - decays, C >> i) * tl.dot(seen, late, input_precision=PRECISION)
-    of_z += read_z
-    of_decay += tl.cumsum(passing - z * read_z, 0, reverse=True)
+    of_z += own[:, None] * out
+    if RESIDUAL:
+        whole = load_rows(token_rows(grad_z, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+        read_z, of_z = whole - of_z, whole
+    else:
+        read_z = tl.zeros([C, BV], tl.float32)
+        for i in tl.static_range(SPANS):
+            middle = reference(u, row, channels, V, C, C >> i)
+            seen = tl.where(paired(row[None, :], row[:, None], 1, C >> i), scores, 0.0).to(OPERAND)
+            late = (apart(read - middle, C >> i) * out).to(OPERAND)
+            read_z += apart(middle - decays, C >> i) * tl.dot(seen, late, input_precision=PRECISION)
+        of_z += read_z
+    passing -= z * read_z
+    if RESIDUAL:
+        owed = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED) * of_z * (written - y)
+        passing += owed
+        of_decay -= owed
+    of_decay += tl.cumsum(passing, 0, reverse=True)
 
-    eta = step_of(beta, tl.load(scale + program * C + row), DIRECT, CAPPED)
+    eta = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED)
     store_rows(token_rows(grad_v, low + start, row, head, heads, V), eta * of_z, there, channels, V)
     valid = count
     if MASKED:
@@ -469,7 +484,7 @@ def _channel_gradients(
         base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
     statistic = tl.load(energy + program * C + row)
     of_gain, of_ridge, of_energy = step_gradients(
-        beta, base[:, None], statistic[:, None], of_z * y, of_decay, active[:, None],
+        beta, base[:, None], statistic[:, None], of_z * written, of_decay, active[:, None],
         RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
     )  # fmt: skip
     store_rows(token_rows(grad_gain, low + start, row, head, heads, V), of_gain, there, channels, V)
@@ -479,15 +494,17 @@ def _channel_gradients(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _key_gradients(
-    q, k, v, gain, previous, scale, log_decay, grad_output, states, grad_states, sums, grad_q, grad_k, grad_ridge,
-    grad_previous, bounds, first, owner, length, longest, heads,
+    q, k, written, gain, previous, scale, log_decay, grad_z, grad_output, states, grad_states, sums,
+    grad_q, grad_k, grad_ridge, grad_previous, bounds, first, owner, length, longest, heads,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
     SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RIDGE: tl.constexpr,
-    DIRECT: tl.constexpr, CAPPED: tl.constexpr, TILES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    DIRECT: tl.constexpr, CAPPED: tl.constexpr, TILES: tl.constexpr, RESIDUAL: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q and the write features, where their keys lie, of one chunk and head; and of ridge.
 
-    dA is held transposed, [written, reading]: so it is a left operand of dX, and a right one of dQ'.
+    dA is held transposed, [written, reading]: so it is a left operand of dX, and a right one of dQ'. RESIDUAL: so is
+    that of X X', both ways round in one matrix.
     """
     program = tl.program_id(0).to(tl.int64)
     behind = tl.num_programs(0).to(tl.int64) * C
@@ -499,17 +516,21 @@ def _key_gradients(
     there = row < count - start
     u = log_decay + program * C * V
     scaled = tl.load(scale + program * C + row)
-    v_at = token_rows(v, low + start, row, head, heads, V)
+    written_at = token_rows(written, low + start, row, head, heads, V)
     out_at = token_rows(grad_output, low + start, row, head, heads, V)
+    if RESIDUAL:
+        grad_z_at = token_rows(grad_z, low + start, row, head, heads, V)
     gain_at = token_rows(gain, low + start, row, head, heads, V)
 
     of_scores = tl.zeros([C, C], tl.float32)
+    of_gram = tl.zeros([C, C], tl.float32)
     for begin in range(0, V, BV):
         channels = begin + tl.arange(0, BV)
         decays = load_rows(u + row * V, row >= 0, channels, V)
         read = read_decays(u, decays, row, channels, LAG, V)
         beta = load_rows(gain_at, there, channels, V).to(tl.float32)
-        z = step_of(beta, scaled, DIRECT, CAPPED) * load_rows(v_at, there, channels, V).to(tl.float32)
+        eta = step_of(beta, scaled[:, None], DIRECT, CAPPED)
+        z = eta * load_rows(written_at, there, channels, V).to(tl.float32)
         out = load_rows(out_at, there, channels, V).to(tl.float32)
         for i in tl.static_range(SPANS):
             middle = reference(u, row, channels, V, C, C >> i)
@@ -517,6 +538,13 @@ def _key_gradients(
             late = (apart(read - middle, C >> i) * out).to(OPERAND)
             product = tl.dot(early, tl.trans(late), input_precision=PRECISION)
             of_scores += tl.where(paired(row[None, :], row[:, None], LAG, C >> i), product, 0.0)
+            if RESIDUAL:
+                late = apart(read_decays(u, decays, row, channels, 1, V) - middle, C >> i)
+                late = (late * eta * load_rows(grad_z_at, there, channels, V).to(tl.float32)).to(OPERAND)
+                product = tl.dot(early, tl.trans(late), input_precision=PRECISION)
+                of_gram -= tl.where(paired(row[None, :], row[:, None], 1, C >> i), product, 0.0)
+                product = tl.dot(late, tl.trans(early), input_precision=PRECISION)
+                of_gram -= tl.where(paired(row[:, None], row[None, :], 1, C >> i), product, 0.0)
     left = of_scores.to(OPERAND)
 
     of_energy = tl.zeros([C], tl.float32)
@@ -545,7 +573,12 @@ def _key_gradients(
             s = _block(states + program * K * V, columns, channels, K, V).to(OPERAND)
             of_q = tl.dot(s, tl.trans(out), of_q, input_precision=PRECISION)
             beta = load_rows(gain_at, there, channels, V).to(tl.float32)
-            z = step_of(beta, scaled, DIRECT, CAPPED) * load_rows(v_at, there, channels, V).to(tl.float32)
+            eta = step_of(beta, scaled[:, None], DIRECT, CAPPED)
+            if RESIDUAL:
+                lost = tl.exp2(read_decays(u, decays, row, channels, 1, V)) * eta
+                lost = (-lost * load_rows(grad_z_at, there, channels, V).to(tl.float32)).to(OPERAND)
+                of_x = tl.dot(lost, tl.trans(s), of_x, input_precision=PRECISION)
+            z = eta * load_rows(written_at, there, channels, V).to(tl.float32)
             z = (tl.exp2(row_of(u, channels, C - 1, V) - decays) * z).to(OPERAND)
             g = _block(grad_states + program * K * V, columns, channels, K, V).to(OPERAND)
             of_x = tl.dot(z, tl.trans(g), of_x, input_precision=PRECISION)
@@ -555,6 +588,8 @@ def _key_gradients(
         store_rows(token_rows(grad_q, low + start, row, head, heads, K), of_q, there, columns, K)
         queries = load_rows(q_at, there, columns, K).to(OPERAND)
         of_x = tl.dot(left, queries, of_x, input_precision=PRECISION)
+        if RESIDUAL:
+            of_x = tl.dot(of_gram.to(OPERAND), x.to(OPERAND), of_x, input_precision=PRECISION)
         of_x += 2.0 * of_energy[:, None] * x.to(tl.float32)
         store_rows(into, of_x, readable, columns, K)
         if SHIFT:  # the last key is nobody's write feature here
@@ -591,50 +626,46 @@ class Plan:
         self.states = (layout.chunks, self.heads, key_dim, value_dim)
         self.shapes = shapes(layout, self.heads, value_dim)
         size = self.operand.itemsize
-        key_tile, value_width = (launch.padded(d, size) for d in (key_dim, value_dim))
-        sizes = sizes or launch.channel(device, size, key_tile)
-        rows = layout.sequences * self.heads
+        self.key_tile, self.value_width = (launch.padded(d, size) for d in (key_dim, value_dim))
+        self.sizes = sizes = sizes or launch.channel(device, size, self.key_tile)
+        self.rows, self.all_chunks = layout.sequences * self.heads, layout.chunks * self.heads
+        self.aligned = aligned
+        residual = options.capped
+        self.constants = {
+            "K": key_dim, "V": value_dim, "C": layout.chunk, "SPANS": (layout.chunk // 16).bit_length(),
+            "SHIFT": int(options.shifted), "LAG": int(before), "MASKED": masked, "PACKED": layout.packed,
+            "CARRIED": carried, "RESIDUAL": residual, "OPERAND": OPERANDS[self.operand],
+            "PRECISION": "tf32" if dtype == torch.float16 else "ieee",
+        } | options.constants()  # fmt: skip
 
-        def value_tile(config):
-            return min(config.value_tile, value_width)
-
-        segments = launch.segments(device, rows * -(-value_dim // value_tile(sizes.forward)), layout.longest)
+        programs = 0 if residual else self.rows * self._tiles(sizes.forward)
+        segments = launch.segments(device, programs, layout.longest) if programs else 1
         part_chunks = -(-layout.longest // segments)
         self.parts = -(-layout.longest // part_chunks)
         self.along = (layout.length, self.heads, layout.longest, self.parts, part_chunks)
         self.across = (layout.length, layout.longest, self.heads)
 
-        common = {
-            "K": key_dim, "V": value_dim, "C": layout.chunk, "SPANS": (layout.chunk // 16).bit_length(),
-            "SHIFT": int(options.shifted), "LAG": int(before), "MASKED": masked, "PACKED": layout.packed,
-            "CARRIED": carried, "OPERAND": OPERANDS[self.operand],
-            "PRECISION": "tf32" if dtype == torch.float16 else "ieee",
-        } | options.constants()  # fmt: skip
-
-        def launcher(kernel, programs, config, tile, *flags, **more):
-            constants = common | {"BK": min(tile, key_tile), "BV": value_tile(config)} | more
-            constants = {n: c for n, c in constants.items() if n in kernel.arg_names}
-            return Launcher(kernel, (programs,), constants | config.options(), flags, aligned)
-
-        def along(kernel, config):
-            programs = rows * self.parts * -(-value_dim // value_tile(config))
-            return launcher(kernel, programs, config, key_tile, "STORE", "FINAL", "INITIAL", "FROM_ZERO")
-
-        def across(kernel, config):
-            return launcher(kernel, chunks * -(-value_dim // value_tile(config)), config, config.key_tile)
-
-        chunks, entries = layout.chunks * self.heads, key_dim * value_dim
-        self.rates = launcher(_rates, chunks, sizes.rates, sizes.rates.key_tile, GRAM=False)
-        self.forward = along(_pass, sizes.forward)
-        self.read = across(_read, sizes.read)
-        self.reverse = along(_reverse_pass, sizes.reverse)
-        self.channels = across(_channel_gradients, sizes.channels)
-        tiles = -(-value_dim // value_tile(sizes.channels))
-        self.keys = launcher(_key_gradients, chunks, sizes.keys, sizes.keys.key_tile, TILES=tiles)
+        tiles, entries = self._tiles(sizes.channels), key_dim * value_dim
         self.sums = (2, tiles, layout.chunks, self.heads, layout.chunk)
+        self.rates = self.launcher(_rates, self.all_chunks, sizes.rates, GRAM=residual)
+        self.read = self.launcher(_read, self.all_chunks * self._tiles(sizes.read), sizes.read)
+        self.channels = self.launcher(_channel_gradients, self.all_chunks * tiles, sizes.channels)
+        self.keys = self.launcher(_key_gradients, self.all_chunks, sizes.keys, TILES=tiles)
+        modes = ("STORE", "FINAL", "INITIAL", "FROM_ZERO")
+        programs = self.rows * self.parts
+        self.forward = self.launcher(_pass, programs * self._tiles(sizes.forward), sizes.forward, *modes)
+        self.reverse = self.launcher(_reverse_pass, programs * self._tiles(sizes.reverse), sizes.reverse, *modes)
         carry = {"SIZE": entries, "V": value_dim, "ENTRIES": 1024, "num_warps": 4}
-        programs = rows * -(-entries // 1024)
+        programs = self.rows * -(-entries // 1024)
         self.carry = Launcher(_carry, (programs,), carry, ("INITIAL", "REVERSED"), aligned)
+
+    def _tiles(self, config: launch.Config) -> int:
+        return -(-self.memory[-1] // min(config.value_tile, self.value_width))
+
+    def launcher(self, kernel, programs: int, config: launch.Config, *flags: str, **more) -> Launcher:
+        tiles = {"BK": min(config.key_tile, self.key_tile), "BV": min(config.value_tile, self.value_width)}
+        constants = {n: c for n, c in (self.constants | tiles | more).items() if n in kernel.arg_names}
+        return Launcher(kernel, (programs,), constants | config.options(), flags, self.aligned)
 
     def in_parts(self, run, memory: Tensor | None, like: Tensor, reverse: bool) -> Tensor | None:
         """What each part of each sequence begins with, [S, parts, H, K, V]; `memory` itself where there is one part."""
@@ -710,7 +741,7 @@ def backward(
 
     `kept` is what `forward` returned.
     """
-    scale, log_decay, energy, _, states, _ = kept
+    _, log_decay, _, _, states, _ = kept
     assert states is not None
     grad_states = torch.empty_like(states)
 
@@ -723,13 +754,38 @@ def backward(
 
     initial = plan.in_parts(lambda found, decay: reverse(None, None, found, decay, True), grad_final, q, True)
     reverse(initial, grad_states, grad_memory, None, False)
+    gradients(
+        plan, tables, grad_output, q, k, v, gain, ridge, before, lengths, kept, None, grad_states, into, grad_previous
+    )
+
+
+def gradients(
+    plan: Plan,
+    tables: Tables,
+    grad_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor,
+    ridge: Tensor | None,
+    before: Before,
+    lengths: Tensor | None,
+    kept: tuple[Tensor | None, ...],
+    grad_z: Tensor | None,
+    grad_states: Tensor,
+    into: tuple[Tensor | None, ...],
+    grad_previous: Tensor | None,
+) -> None:
+    """All but the memory's, of chunks on their own; `grad_z` [B, T, H, V] where what is written is a residual."""
+    scale, log_decay, energy, _, states, residuals = kept
     grad_q, grad_k, grad_v, grad_gain, grad_ridge = into
     sums = torch.empty(plan.sums, dtype=torch.float32, device=q.device)
     plan.channels(
-        q, k, v, gain, ridge, before.previous_key, before.previous_valid, lengths, scale, log_decay, energy,
-        grad_output, states, grad_states, grad_v, grad_gain, sums, *tables, *plan.across,
+        q, k, v, gain, ridge, before.previous_key, before.previous_valid, lengths, scale, log_decay, energy, residuals,
+        grad_z, grad_output, states, grad_states, grad_v, grad_gain, sums, *tables, *plan.across,
     )  # fmt: skip
+    written = v if grad_z is None else residuals
     plan.keys(
-        q, k, v, gain, before.previous_key, scale, log_decay, grad_output, states, grad_states, sums, grad_q, grad_k,
-        grad_ridge, grad_previous, *tables, *plan.across,
+        q, k, written, gain, before.previous_key, scale, log_decay, grad_z, grad_output, states, grad_states, sums,
+        grad_q, grad_k, grad_ridge, grad_previous, *tables, *plan.across,
     )  # fmt: skip
