@@ -51,6 +51,7 @@ SHAPES = {
 }
 COPY_BYTES_PER_SECOND = 4.3e12  # device-to-device copy on an H200, bytes read and written
 OURS = ("falcon_1", "falcon_1a", "falcon_3a")
+PER_CHANNEL = ("falcon_2", "falcon_2a")
 PEERS = ("chunk_delta_rule", "chunk_simple_gla", "sdpa")
 
 
@@ -66,8 +67,9 @@ def build(work: str, shape: Shape):
         return torch.randn(*size, device="cuda", dtype=torch.float32).to(dtype)
 
     q, k, v = (normal(B, T, H, K).requires_grad_() for _ in range(3))
-    rate = torch.sigmoid(normal(B, T, H, dtype=torch.float32)).requires_grad_()
-    if work in OURS:
+    rates = (B, T, H, K) if work in PER_CHANNEL else (B, T, H)
+    rate = torch.sigmoid(normal(*rates, dtype=torch.float32)).requires_grad_()
+    if work in OURS or work in PER_CHANNEL:
         from falcon_kernels import Rule, falcon_attention
 
         ridge = (0.02 * torch.rand(B, T, H, device="cuda")).requires_grad_()

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from report import report
 
 DEVICE = torch.device("cuda")
-RULES = ("falcon_1", "falcon_1a", "falcon_3a")
+RULES = ("falcon_1", "falcon_1a", "falcon_2", "falcon_2a", "falcon_3a")
 NAMES = ("q", "k", "v", "gain", "ridge")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 BOUNDS = {"bf16": (5e-3, 1e-2), "fp32": (1e-5, 5e-5), "fp16": (1e-3, 2e-3)}  # values, gradients
@@ -79,7 +79,7 @@ class Case(NamedTuple):
 
 def groups() -> list[str]:
     """The titles of all groups, those that take longest first."""
-    found = ["large falcon_1", "large falcon_1a", "large falcon_3a"]
+    found = [f"large {rule}" for rule in RULES]
     if importlib.util.find_spec("fla") is not None:
         found = [*PEERS, *found]
     for rule in RULES:
@@ -132,7 +132,8 @@ def inputs(group: Group, case: Case) -> list[Tensor]:
     B, T, H = case[1:4]
     K, V, dtype = group.K, group.V, DTYPES[group.dtype]
     q, k, v = normal(B, T, H, K, seed=0), normal(B, T, H, K, seed=1), normal(B, T, H, V, seed=2)
-    gain, ridge = 2 * torch.sigmoid(normal(B, T, H, seed=3)), torch.sigmoid(normal(B, T, H, seed=4) - 3)
+    rates = (B, T, H, V) if Rule(group.rule).per_channel else (B, T, H)
+    gain, ridge = 2 * torch.sigmoid(normal(*rates, seed=3)), torch.sigmoid(normal(B, T, H, seed=4) - 3)
     if case.cosine is not None:
         k = case.cosine**0.5 * normal(1, 1, 1, K, seed=5) + (1 - case.cosine) ** 0.5 * k
         gain, ridge = gain.clamp(1.99, 1.99), ridge / 100
@@ -301,7 +302,9 @@ def check_large(name: str) -> list[dict[str, Any]]:
     def made(batch, length):
         size = (1, batch * length, H) if packed else (batch, length, H)
         q, k, v, of_output = (numbers(*size, K) for _ in range(4))
-        gain, ridge = (torch.sigmoid(numbers(*size, dtype=torch.float32) - shift) for shift in (0, 3))
+        rates = (*size, K) if rule.per_channel else size
+        gain = torch.sigmoid(numbers(*rates, dtype=torch.float32))
+        ridge = torch.sigmoid(numbers(*size, dtype=torch.float32) - 3)
         return [q, k, v, gain, ridge], of_output, torch.arange(batch + 1, device=DEVICE) * length if packed else None
 
     def results(tensors, of_output, bounds):

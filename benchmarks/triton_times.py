@@ -22,9 +22,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from falcon_kernels.launcher import Launcher
 from report import report
-from scalar_rules import OURS, SHAPES, as_called, build, kernel_milliseconds
+from scalar_rules import OURS, PER_CHANNEL, SHAPES, as_called, build, kernel_milliseconds
 
-OVER_CHUNKS = ("_pass", "_reverse_pass", "_carry", "_reverse")  # kernels with a tile of value channels a program
+OVER_CHUNKS = (
+    "_pass",
+    "_reverse_pass",
+    "_carry",
+    "_reverse",
+    "_solve",
+    "_unsolve",
+)  # kernels with a tile of value channels a program
 WIDE_ONLY = ("_pass", "_reverse_pass")  # those whose narrower tiles read past their shared memory
 
 
@@ -158,7 +165,7 @@ def side_by_side(commands: list[list[str]], jobs: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rules", nargs="+", default=list(OURS), choices=OURS)
+    parser.add_argument("--rules", nargs="+", default=list(OURS), choices=(*OURS, *PER_CHANNEL))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())

@@ -151,6 +151,16 @@ def test_zero_keys_and_gains(name, ridge):
     compare(rule, inputs, state)
 
 
+@pytest.mark.parametrize("cosine", [1.0, 0.99, 0.5])
+def test_correlated_keys(cosine):
+    """Gains near 2 on keys that repeat or nearly do."""
+    inputs, state = case(Rule("falcon_2"), 130, K=32)
+    inputs["k"] = cosine**0.5 * inputs["k"][:, :1] + (1 - cosine) ** 0.5 * inputs["k"]
+    inputs["gain"].fill_(1.99)
+    inputs["ridge"] *= 1e-2
+    compare(Rule("falcon_2"), inputs, state)
+
+
 @pytest.mark.parametrize(("card", "K", "V"), [("large", 64, 64), ("safe", 128, 96)])
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_inputs(name, K, V, card, monkeypatch):
