@@ -64,6 +64,7 @@ from .triton_layout import (
 from .triton_schedule import LOG2_E, Before, Options, _log1p_negative, _step_size, pair_exists, step_gradients
 
 BLOCK = tl.constexpr(16)  # tokens over which decays are multiplied up around the middle one
+BLOCK_BITS = tl.constexpr(4)
 MIDDLE = tl.constexpr(7)
 
 # The schedule
@@ -142,31 +143,24 @@ def row_of(u, channels, AT: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def reference(u, row, channels, V: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr):
-    """u at the reference row of the span of each row [C]: [C, BV], or [1, BV] of one span."""
-    AT: tl.constexpr = SPAN // 2 - 1
-    found = row_of(u, channels, AT, V)
-    for i in tl.static_range(1, C // SPAN):
-        found = tl.where((row >= i * SPAN)[:, None], row_of(u, channels, i * SPAN + AT, V), found)
-    return found
+def reference(u, row, channels, bits, V: tl.constexpr):
+    """[C, BV] u at the last token of the first half of each row's span of 2 ** bits tokens."""
+    middle = ((row >> bits << 1) + 1 << (bits - 1)) - 1
+    return load_rows(u + middle * V, row >= 0, channels, V)
 
 
 @triton.jit
-def apart(exponent, SPAN: tl.constexpr):
+def apart(exponent, bits):
     """exp2 of an exponent that is positive only where it is not used, or in blocks."""
-    if SPAN > BLOCK:
-        exponent = tl.minimum(exponent, 0.0)
-    return tl.exp2(exponent)
+    return tl.exp2(tl.where(bits > BLOCK_BITS, tl.minimum(exponent, 0.0), exponent))
 
 
 @triton.jit
-def paired(late, early, LAG: tl.constexpr, SPAN: tl.constexpr):
+def paired(late, early, bits, LAG: tl.constexpr):
     """Which tokens `late` have `early` in the first half of their span, themselves being in the second; of a block,
     which come LAG after or later. Both shaped to broadcast."""
-    if SPAN > BLOCK:
-        return (late // SPAN == early // SPAN) & (late // (SPAN // 2) > early // (SPAN // 2))
-    else:
-        return (late // SPAN == early // SPAN) & (late >= early + LAG)
+    beyond = tl.where(bits > BLOCK_BITS, (late >> (bits - 1)) - (early >> (bits - 1)), late - early + 1 - LAG)
+    return (late >> bits == early >> bits) & (beyond > 0)
 
 
 @triton.jit
@@ -369,11 +363,12 @@ def _read(
         scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
         found = tl.dot(queries, s, found, input_precision=PRECISION)
     found *= tl.exp2(read)
-    for i in tl.static_range(SPANS):
-        middle = reference(u, row, channels, V, C, C >> i)
-        seen = tl.where(paired(row[:, None], row[None, :], LAG, C >> i), scores, 0.0).to(OPERAND)
-        early = (apart(middle - decays, C >> i) * z).to(OPERAND)
-        found += apart(read - middle, C >> i) * tl.dot(seen, early, input_precision=PRECISION)
+    for i in range(SPANS):
+        bits = BLOCK_BITS + SPANS - 1 - i
+        middle = reference(u, row, channels, bits, V)
+        seen = tl.where(paired(row[:, None], row[None, :], bits, LAG), scores, 0.0).to(OPERAND)
+        early = (apart(middle - decays, bits) * z).to(OPERAND)
+        found += apart(read - middle, bits) * tl.dot(seen, early, input_precision=PRECISION)
     store_rows(token_rows(output, low + start, row, head, heads, V), found, there, channels, V)
 
 
@@ -429,11 +424,12 @@ def _channel_gradients(
         found = tl.dot(queries, s.to(OPERAND), found, input_precision=PRECISION)
         scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
     found *= tl.exp2(read)
-    for i in tl.static_range(SPANS):
-        middle = reference(u, row, channels, V, C, C >> i)
-        seen = tl.where(paired(row[:, None], row[None, :], 1, C >> i), scores, 0.0).to(OPERAND)
-        early = (apart(middle - decays, C >> i) * z).to(OPERAND)
-        found += apart(read - middle, C >> i) * tl.dot(seen, early, input_precision=PRECISION)
+    for i in range(SPANS):
+        bits = BLOCK_BITS + SPANS - 1 - i
+        middle = reference(u, row, channels, bits, V)
+        seen = tl.where(paired(row[:, None], row[None, :], bits, 1), scores, 0.0).to(OPERAND)
+        early = (apart(middle - decays, bits) * z).to(OPERAND)
+        found += apart(read - middle, bits) * tl.dot(seen, early, input_precision=PRECISION)
     passing = found * out
     of_decay = kept * tl.exp2(end) - passing * LAG
 
@@ -459,11 +455,12 @@ def _channel_gradients(
         read_z, of_z = whole - of_z, whole
     else:
         read_z = tl.zeros([C, BV], tl.float32)
-        for i in tl.static_range(SPANS):
-            middle = reference(u, row, channels, V, C, C >> i)
-            seen = tl.where(paired(row[None, :], row[:, None], 1, C >> i), scores, 0.0).to(OPERAND)
-            late = (apart(read - middle, C >> i) * out).to(OPERAND)
-            read_z += apart(middle - decays, C >> i) * tl.dot(seen, late, input_precision=PRECISION)
+        for i in range(SPANS):
+            bits = BLOCK_BITS + SPANS - 1 - i
+            middle = reference(u, row, channels, bits, V)
+            seen = tl.where(paired(row[None, :], row[:, None], bits, 1), scores, 0.0).to(OPERAND)
+            late = (apart(read - middle, bits) * out).to(OPERAND)
+            read_z += apart(middle - decays, bits) * tl.dot(seen, late, input_precision=PRECISION)
         of_z += read_z
     passing -= z * read_z
     if RESIDUAL:
@@ -532,19 +529,20 @@ def _key_gradients(
         eta = step_of(beta, scaled[:, None], DIRECT, CAPPED)
         z = eta * load_rows(written_at, there, channels, V).to(tl.float32)
         out = load_rows(out_at, there, channels, V).to(tl.float32)
-        for i in tl.static_range(SPANS):
-            middle = reference(u, row, channels, V, C, C >> i)
-            early = (apart(middle - decays, C >> i) * z).to(OPERAND)
-            late = (apart(read - middle, C >> i) * out).to(OPERAND)
+        for i in range(SPANS):
+            bits = BLOCK_BITS + SPANS - 1 - i
+            middle = reference(u, row, channels, bits, V)
+            early = (apart(middle - decays, bits) * z).to(OPERAND)
+            late = (apart(read - middle, bits) * out).to(OPERAND)
             product = tl.dot(early, tl.trans(late), input_precision=PRECISION)
-            of_scores += tl.where(paired(row[None, :], row[:, None], LAG, C >> i), product, 0.0)
+            of_scores += tl.where(paired(row[None, :], row[:, None], bits, LAG), product, 0.0)
             if RESIDUAL:
-                late = apart(read_decays(u, decays, row, channels, 1, V) - middle, C >> i)
+                late = apart(read_decays(u, decays, row, channels, 1, V) - middle, bits)
                 late = (late * eta * load_rows(grad_z_at, there, channels, V).to(tl.float32)).to(OPERAND)
                 product = tl.dot(early, tl.trans(late), input_precision=PRECISION)
-                of_gram -= tl.where(paired(row[None, :], row[:, None], 1, C >> i), product, 0.0)
+                of_gram -= tl.where(paired(row[None, :], row[:, None], bits, 1), product, 0.0)
                 product = tl.dot(late, tl.trans(early), input_precision=PRECISION)
-                of_gram -= tl.where(paired(row[:, None], row[None, :], 1, C >> i), product, 0.0)
+                of_gram -= tl.where(paired(row[:, None], row[None, :], bits, 1), product, 0.0)
     left = of_scores.to(OPERAND)
 
     of_energy = tl.zeros([C], tl.float32)

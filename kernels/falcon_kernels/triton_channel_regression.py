@@ -44,7 +44,7 @@ from torch import Tensor
 
 from . import launch, triton_channel
 from .launcher import Launcher
-from .triton_channel import BLOCK, MIDDLE, apart, chunk_length, paired, read_decays, reference, shapes, step_of
+from .triton_channel import BLOCK, BLOCK_BITS, MIDDLE, apart, chunk_length, paired, read_decays, reference, shapes, step_of
 from .triton_layout import NUMBERS, Tables, chunk_of, exists, load_rows, span, store_rows, token_rows, x_rows
 from .triton_schedule import Before
 
@@ -153,10 +153,10 @@ def _within(
         scores = tl.dot(x, tl.trans(queries), scores, input_precision=PRECISION)
     out = load_rows(token_rows(grad_output, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
     decays = load_rows(u + row * V, row >= 0, channels, V)
-    middle = reference(u, row, channels, V, C, BLOCK)
-    out = (apart(read_decays(u, decays, row, channels, LAG, V) - middle, BLOCK) * out).to(OPERAND)
-    seen = tl.where(paired(row[None, :], row[:, None], LAG, BLOCK), scores, 0.0).to(OPERAND)
-    of_z = apart(middle - decays, BLOCK) * tl.dot(seen, out, input_precision=PRECISION)
+    middle = reference(u, row, channels, BLOCK_BITS, V)
+    out = (apart(read_decays(u, decays, row, channels, LAG, V) - middle, BLOCK_BITS) * out).to(OPERAND)
+    seen = tl.where(paired(row[None, :], row[:, None], BLOCK_BITS, LAG), scores, 0.0).to(OPERAND)
+    of_z = apart(middle - decays, BLOCK_BITS) * tl.dot(seen, out, input_precision=PRECISION)
     store_rows(token_rows(grad_z, low + start, row, head, heads, V), of_z, there, channels, V)
 
 
