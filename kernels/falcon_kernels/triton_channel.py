@@ -211,6 +211,8 @@ def _pass(
     row = tl.arange(0, C)
     begin = (part * part_chunks).to(tl.int32)
     last = tl.minimum(begin + part_chunks, (count + C - 1) // C)
+    following = tl.maximum(number + tl.minimum(begin, last - 1), 0) * heads + head
+    end = row_of(log_decay + following * C * V, channels, C - 1, V)
     for n in range(begin, last):
         start = n * C
         there = row < count - start
@@ -221,13 +223,14 @@ def _pass(
         y = load_rows(token_rows(v, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
         beta = load_rows(token_rows(gain, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
         decays = load_rows(u + row * V, row >= 0, channels, V)
-        end = row_of(u, channels, C - 1, V)
         z = step_of(beta, tl.load(scale + chunk * C + row)[:, None], DIRECT, CAPPED) * y
         if STORE:
             tl.store(states + chunk * K * V + matrix, s, mask=inside)
         z = (tl.exp2(end - decays) * z).to(OPERAND)
         s = tl.dot(tl.trans(x), z, s * tl.exp2(end), input_precision=PRECISION)
         total += end
+        following = (number + tl.minimum(n + 1, last - 1)) * heads + head
+        end = row_of(log_decay + following * C * V, channels, C - 1, V)
 
     if FROM_ZERO:
         tl.store(final + part_number * K * V + matrix, s, mask=inside)
@@ -271,13 +274,14 @@ def _reverse_pass(
     row = tl.arange(0, C)
     begin = (part * part_chunks).to(tl.int32)
     last = tl.minimum(begin + part_chunks, (count + C - 1) // C)
+    following = tl.maximum(number + last - 1, 0) * heads + head
+    end = row_of(log_decay + following * C * V, channels, C - 1, V)
     for i in range(0, last - begin):
         n = last - 1 - i
         start = n * C
         there = row < count - start
         chunk = (number + n) * heads + head
         u = log_decay + chunk * C * V
-        end = row_of(u, channels, C - 1, V)
         queries = load_rows(token_rows(q, low + start, row, head, heads, K), there, columns, K).to(OPERAND)
         out = load_rows(token_rows(grad_output, low + start, row, head, heads, V), there, channels, V)
         read = load_rows(u + (row - LAG) * V, row >= LAG, channels, V)
@@ -286,6 +290,8 @@ def _reverse_pass(
         out = (tl.exp2(read) * out.to(tl.float32)).to(OPERAND)
         g = tl.dot(tl.trans(queries), out, g * tl.exp2(end), input_precision=PRECISION)
         total += end
+        following = (number + tl.maximum(n - 1, begin)) * heads + head
+        end = row_of(log_decay + following * C * V, channels, C - 1, V)
 
     if FROM_ZERO:
         tl.store(final + part_number * K * V + matrix, g, mask=inside)
@@ -431,7 +437,7 @@ def _channel_gradients(
         early = (apart(middle - decays, bits) * z).to(OPERAND)
         found += apart(read - middle, bits) * tl.dot(seen, early, input_precision=PRECISION)
     passing = found * out
-    of_decay = kept * tl.exp2(end) - passing * LAG
+    before = passing * LAG  # what does not pass over a step of its own token
 
     own = tl.zeros([C], tl.float32)
     if LAG == 0:
@@ -448,7 +454,8 @@ def _channel_gradients(
             scores = tl.dot(x, tl.trans(queries), scores, input_precision=PRECISION)
     of_z *= tl.exp2(end - decays)
     passed = z * of_z
-    of_decay += tl.cumsum(passed, 0) - passed
+    kept = kept * tl.exp2(end) + tl.sum(passed, 0)[None, :]
+    passing -= passed
     of_z += own[:, None] * out
     if RESIDUAL:
         whole = load_rows(token_rows(grad_z, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
@@ -466,8 +473,8 @@ def _channel_gradients(
     if RESIDUAL:
         owed = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED) * of_z * (written - y)
         passing += owed
-        of_decay -= owed
-    of_decay += tl.cumsum(passing, 0, reverse=True)
+        before += owed
+    of_decay = kept + tl.cumsum(passing, 0, reverse=True) - before
 
     eta = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED)
     store_rows(token_rows(grad_v, low + start, row, head, heads, V), eta * of_z, there, channels, V)

@@ -44,7 +44,18 @@ from torch import Tensor
 
 from . import launch, triton_channel
 from .launcher import Launcher
-from .triton_channel import BLOCK, BLOCK_BITS, MIDDLE, apart, chunk_length, paired, read_decays, reference, shapes, step_of
+from .triton_channel import (
+    BLOCK,
+    BLOCK_BITS,
+    MIDDLE,
+    apart,
+    chunk_length,
+    paired,
+    read_decays,
+    reference,
+    shapes,
+    step_of,
+)
 from .triton_layout import NUMBERS, Tables, chunk_of, exists, load_rows, span, store_rows, token_rows, x_rows
 from .triton_schedule import Before
 
