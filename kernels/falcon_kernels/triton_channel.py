@@ -349,6 +349,7 @@ def _read(
         return
     row = tl.arange(0, C)
     there = row < count - start
+    nothing = tl.minimum(count - start, 0)  # to the compiler any number: it unrolls no loop, with all of its loads
     u = log_decay + program * C * V
     q_at = token_rows(q, low + start, row, head, heads, K)
     x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
@@ -361,7 +362,7 @@ def _read(
 
     scores = tl.zeros([C, C], tl.float32)
     found = tl.zeros([C, BV], tl.float32)
-    for begin in range(0, K, BK):
+    for begin in range(0, K + nothing, BK):
         columns = begin + tl.arange(0, BK)
         queries = load_rows(q_at, there, columns, K).to(OPERAND)
         x = load_rows(x_at, readable, columns, K).to(OPERAND)
@@ -369,7 +370,7 @@ def _read(
         scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
         found = tl.dot(queries, s, found, input_precision=PRECISION)
     found *= tl.exp2(read)
-    for i in range(SPANS):
+    for i in range(SPANS + nothing):
         bits = BLOCK_BITS + SPANS - 1 - i
         middle = reference(u, row, channels, bits, V)
         seen = tl.where(paired(row[:, None], row[None, :], bits, LAG), scores, 0.0).to(OPERAND)
@@ -402,6 +403,7 @@ def _channel_gradients(
         return
     row = tl.arange(0, C)
     there = row < count - start
+    nothing = tl.minimum(count - start, 0)  # to the compiler any number: it unrolls no loop, with all of its loads
     u = log_decay + program * C * V
     q_at = token_rows(q, low + start, row, head, heads, K)
     x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
@@ -420,7 +422,7 @@ def _channel_gradients(
     scores = tl.zeros([C, C], tl.float32)
     found = tl.zeros([C, BV], tl.float32)
     kept = tl.zeros([1, BV], tl.float32)
-    for begin in range(0, K, BK):
+    for begin in range(0, K + nothing, BK):
         columns = begin + tl.arange(0, BK)
         s = _block(states + program * K * V, columns, channels, K, V)
         g = _block(grad_states + program * K * V, columns, channels, K, V)
@@ -430,7 +432,7 @@ def _channel_gradients(
         found = tl.dot(queries, s.to(OPERAND), found, input_precision=PRECISION)
         scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
     found *= tl.exp2(read)
-    for i in range(SPANS):
+    for i in range(SPANS + nothing):
         bits = BLOCK_BITS + SPANS - 1 - i
         middle = reference(u, row, channels, bits, V)
         seen = tl.where(paired(row[:, None], row[None, :], bits, 1), scores, 0.0).to(OPERAND)
@@ -444,7 +446,7 @@ def _channel_gradients(
         own = tl.sum(tl.where(row[:, None] == row[None, :], scores, 0.0), 1)
     scores = tl.zeros([C, C], tl.float32)
     of_z = tl.zeros([C, BV], tl.float32)
-    for begin in range(0, K, BK):
+    for begin in range(0, K + nothing, BK):
         columns = begin + tl.arange(0, BK)
         x = load_rows(x_at, readable, columns, K).to(OPERAND)
         g = _block(grad_states + program * K * V, columns, channels, K, V).to(OPERAND)
@@ -462,7 +464,7 @@ def _channel_gradients(
         read_z, of_z = whole - of_z, whole
     else:
         read_z = tl.zeros([C, BV], tl.float32)
-        for i in range(SPANS):
+        for i in range(SPANS + nothing):
             bits = BLOCK_BITS + SPANS - 1 - i
             middle = reference(u, row, channels, bits, V)
             seen = tl.where(paired(row[None, :], row[:, None], bits, 1), scores, 0.0).to(OPERAND)
@@ -518,6 +520,7 @@ def _key_gradients(
         return
     row = tl.arange(0, C)
     there = row < count - start
+    nothing = tl.minimum(count - start, 0)  # to the compiler any number: it unrolls no loop, with all of its loads
     u = log_decay + program * C * V
     scaled = tl.load(scale + program * C + row)
     written_at = token_rows(written, low + start, row, head, heads, V)
@@ -536,7 +539,7 @@ def _key_gradients(
         eta = step_of(beta, scaled[:, None], DIRECT, CAPPED)
         z = eta * load_rows(written_at, there, channels, V).to(tl.float32)
         out = load_rows(out_at, there, channels, V).to(tl.float32)
-        for i in range(SPANS):
+        for i in range(SPANS + nothing):
             bits = BLOCK_BITS + SPANS - 1 - i
             middle = reference(u, row, channels, bits, V)
             early = (apart(middle - decays, bits) * z).to(OPERAND)
@@ -565,7 +568,7 @@ def _key_gradients(
     x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
     into = x_rows(grad_k, grad_previous, grad_previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
     readable = exists(start + row, there, SHIFT, CARRIED)
-    for key_begin in range(0, K, BK):
+    for key_begin in range(0, K + nothing, BK):
         columns = key_begin + tl.arange(0, BK)
         of_q = tl.zeros([BK, C], tl.float32)
         of_x = tl.zeros([C, BK], tl.float32)
