@@ -24,8 +24,20 @@ from falcon_kernels.launcher import Launcher
 from report import report
 from scalar_rules import OURS, SHAPES, as_called, build, kernel_milliseconds
 
-OVER_CHUNKS = ("_pass", "_reverse_pass", "_carry", "_reverse")  # kernels with a tile of value channels a program
-WIDE_ONLY = ("_pass", "_reverse_pass")  # those whose narrower tiles read past their shared memory
+WITH_TILES = ("_pass", "_reverse_pass", "_carry", "_reverse", "_read")  # kernels with a tile of V a program
+WARPS, STAGES, REGISTERS = ("num_warps", (4, 8)), ("num_stages", (1, 2, 3)), ("maxnreg", (None, 168, 128))
+COMMON = dict((WARPS, STAGES, REGISTERS))
+SPACE = {  # bfloat16 tiles of less than 64 columns read past their shared memory where they are right operands
+    "_pass": {"BV": (64, 128)} | COMMON,
+    "_reverse_pass": {"BV": (64, 128)} | COMMON,
+    "_carry": {"BV": (16, 32, 64, 128)} | COMMON,
+    "_reverse": {"BV": (16, 32, 64, 128)} | COMMON,
+    "_prepare": {"BK": (64, 128), "BV": (64, 128)} | COMMON,
+    "_read": {"BK": (64, 128), "BV": (64, 128)} | COMMON,
+    "_gradients": {"BK": (64, 128), "BV": (64, 128), "RESIDENT": (False, 1, 2)} | COMMON,
+    "_chunk_backward": {"BK": (64, 128), "BV": (64, 128), "ONCE": (True, False), "RESIDENT": (False, 1, 2)} | COMMON,
+    "_invert": {"num_warps": (1, 2, 4), "num_stages": (1,), "maxnreg": (None, 168, 128)},
+}
 
 
 def calls(rule: str, shape: str):
@@ -72,16 +84,26 @@ def launches(both) -> list[tuple]:
 
 def candidates(name: str, grid: tuple[int, ...], constants: dict) -> list[tuple[dict, tuple[int, ...]]]:
     """Other options, and the grid that goes with them; the shipped ones first."""
-    found = [({}, grid)]
-    stages_of = (1, 2, 3) if name in OVER_CHUNKS else (1,)
-    for warps, stages, registers in product((4, 8), stages_of, (None, 168, 128)):
-        found.append(({"num_warps": warps, "num_stages": stages, "maxnreg": registers}, grid))
-    if name in OVER_CHUNKS:
-        width, tile = constants["V"], constants["BV"]
-        programs = grid[0] // -(-width // tile)
-        for other in (64, 128) if name in WIDE_ONLY else (16, 32, 64, 128):
-            if other != tile and other <= width:
-                found.append(({"BV": other}, (programs * -(-width // other), 1, 1)))
+    found: list[tuple[dict, tuple[int, ...]]] = [({}, grid)]
+    if name not in SPACE:
+        return found
+    for values in product(*SPACE[name].values()):
+        options = dict(zip(SPACE[name], values, strict=True))
+        options |= {n: constants[n] for n in ("BK", "BV") if n in options and options[n] > constants[n[1]]}
+        cut, resident = grid, options.get("RESIDENT")
+        if resident and (options["num_stages"] == 1 or options.get("ONCE") is False):
+            continue
+        if options["num_warps"] == 8 and options["maxnreg"] == 168:  # one program a multiprocessor, as without a limit
+            continue
+        if resident:
+            processors = torch.cuda.get_device_properties(0).multi_processor_count
+            cut, options = (min(grid[0], resident * processors), 1, 1), options | {"RESIDENT": True}
+        if "BV" in options and name in WITH_TILES:
+            width = constants["V"]
+            programs = grid[0] // -(-width // constants["BV"])
+            cut = (programs * -(-width // options["BV"]), 1, 1)
+        if (options, cut) not in found:
+            found.append((options, cut))
     return found
 
 
@@ -101,18 +123,19 @@ def tune(rule: str, shape: str, part: tuple[int, int] | None) -> None:
                 continue
             try:
                 spent, written = timed(kernel, cut, arguments, before, these)
-            except RuntimeError as problem:
+            except Exception as problem:  # too much shared memory, or what a compiler cannot do
                 print(f"{rule} {shape} {kernel.fn.__name__} {options}: {str(problem).splitlines()[0][:80]}")
                 continue
             shipped = shipped or written
             off = max((difference(a, b) for a, b in zip(written, shipped, strict=True)), default=0.0)
             rows.append((spent, off, options))
-        if rows:
-            fastest = sorted(rows, key=lambda row: row[0])[:5]
+        if len(rows) > 1:
+            fastest = sorted(rows, key=lambda row: row[0])[:12]
             best = "; ".join(f"{spent:.3f} ms, off {off:.0e} {options}" for spent, off, options in fastest)
             print(f"{rule} {shape} {kernel.fn.__name__}: shipped {rows[0][0]:.3f} ms; {best}", flush=True)
 
 
+@torch.no_grad()
 def timed(kernel, grid, arguments, before, constants) -> tuple[float, list[torch.Tensor]]:
     """Milliseconds of one launch, and its tensors after the first."""
 
@@ -178,7 +201,8 @@ def main() -> None:
     for rule, shape in pairs:
         row, kernels[f"{rule}@{shape}"] = time_one(rule, shape)
         rows.append(row)
-        print(f"{rule} {shape}: " + ", ".join(f"{n} {t:.3f}" for n, t in kernels[f"{rule}@{shape}"]["both"].items()))
+        ours = [f"{n} {t:.3f}" for n, t in kernels[f"{rule}@{shape}"]["both"].items() if n.isidentifier()]
+        print(f"{rule} {shape}: " + ", ".join(ours))
         torch.cuda.empty_cache()
     report("triton_times", "bfloat16; the GPU's times are sums over kernels", rows, kernels=kernels)
     if arguments.tune:

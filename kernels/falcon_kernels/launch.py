@@ -19,6 +19,7 @@ class Config(NamedTuple):
     key_tile: int = 256  # key channels at a time, in the backward of a chunk
     registers: int | None = None  # of a thread at most; the compiler's choice by default
     once: bool = False  # the backward of a chunk keeps its tiles in shared memory
+    resident: int = 0  # programs of a multiprocessor that take chunk after chunk, or a program a chunk
 
     def options(self) -> dict[str, int]:
         """As Triton takes them."""
@@ -129,7 +130,7 @@ def configs(device: torch.device | str, operand_bytes: int, key_tile: int, tile:
     if tile <= 64:
         return found
     most = 64 if kind == "large" and operand_bytes == 2 else 32
-    wide = {"warps": 8, "stages": 1, "registers": None, "once": False}
+    wide = {"warps": 8, "stages": 1, "registers": None, "once": False, "resident": 0}
     forward, reverse, backward = (c._replace(value_tile=min(c.value_tile, most), **wide) for c in found)
     return forward, reverse, backward
 
@@ -153,6 +154,11 @@ def narrower(device: torch.device, config: Config, rows: int, value_dim: int, ke
         return config
     stages = 3 if kind == "large" and key_tile <= 128 else config.stages
     return config._replace(value_tile=tile, warps=4, stages=stages)
+
+
+def programs(device: torch.device | str, config: Config, chunks: int) -> int:
+    """Programs for so many chunks of heads."""
+    return min(chunks, config.resident * card(torch.device(device))[1]) if config.resident else chunks
 
 
 def chunk_length(operand_bytes: int, key_tile: int, window: int) -> int:
