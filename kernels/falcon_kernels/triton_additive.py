@@ -371,7 +371,8 @@ def _chunk_backward(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, SHIFT: tl.constexpr, LAG: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     CARRIED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr,
-    EPSILON: tl.constexpr, FLOOR: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ONCE: tl.constexpr, RESIDENT: tl.constexpr,
+    EPSILON: tl.constexpr, FLOOR: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ONCE: tl.constexpr,
+    RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """All gradients of one chunk of one head, from the memory S that it finds and the gradient G of what it leaves.
 
