@@ -80,7 +80,6 @@ def launches(card: str, dtype: torch.dtype, key_dim: int, window: int, carried: 
     mode = {"STORE": True, "FINAL": carried}
     yield "reverse", triton_additive._reverse_pass, reverse, row | numbers | begin | mode | channels(reverse)
     part = {"DETACH": False, "BK": min(backward.key_tile, tile), "ONCE": backward.once}
-    part["RESIDENT"] = backward.resident > 0
     found = row | rule | numbers | step | channels(backward) | part
     yield "gradients", triton_additive._chunk_backward, backward, found
     lookback = {"LOOKBACK": triton.next_power_of_2(max(window - 1, 1))}

@@ -34,8 +34,8 @@ SPACE = {  # bfloat16 tiles of less than 64 columns read past their shared memor
     "_reverse": {"BV": (16, 32, 64, 128)} | COMMON,
     "_prepare": {"BK": (64, 128), "BV": (64, 128)} | COMMON,
     "_read": {"BK": (64, 128), "BV": (64, 128)} | COMMON,
-    "_gradients": {"BK": (64, 128), "BV": (64, 128), "RESIDENT": (False, 1, 2)} | COMMON,
-    "_chunk_backward": {"BK": (64, 128), "BV": (64, 128), "ONCE": (True, False), "RESIDENT": (False, 1, 2)} | COMMON,
+    "_gradients": {"BK": (64, 128), "BV": (64, 128)} | COMMON,
+    "_chunk_backward": {"BK": (64, 128), "BV": (64, 128), "ONCE": (True, False)} | COMMON,
     "_invert": {"num_warps": (1, 2, 4), "num_stages": (1,), "maxnreg": (None, 168, 128)},
 }
 
@@ -85,19 +85,12 @@ def launches(both) -> list[tuple]:
 def candidates(name: str, grid: tuple[int, ...], constants: dict) -> list[tuple[dict, tuple[int, ...]]]:
     """Other options, and the grid that goes with them; the shipped ones first."""
     found: list[tuple[dict, tuple[int, ...]]] = [({}, grid)]
-    if name not in SPACE:
-        return found
     for values in product(*SPACE[name].values()):
         options = dict(zip(SPACE[name], values, strict=True))
         options |= {n: constants[n] for n in ("BK", "BV") if n in options and options[n] > constants[n[1]]}
-        cut, resident = grid, options.get("RESIDENT")
-        if resident and (options["num_stages"] == 1 or options.get("ONCE") is False):
-            continue
+        cut = grid
         if options["num_warps"] == 8 and options["maxnreg"] == 168:  # one program a multiprocessor, as without a limit
             continue
-        if resident:
-            processors = torch.cuda.get_device_properties(0).multi_processor_count
-            cut, options = (min(grid[0], resident * processors), 1, 1), options | {"RESIDENT": True}
         if "BV" in options and name in WITH_TILES:
             width = constants["V"]
             programs = grid[0] // -(-width // constants["BV"])
@@ -107,10 +100,12 @@ def candidates(name: str, grid: tuple[int, ...], constants: dict) -> list[tuple[
     return found
 
 
-def tune(rule: str, shape: str, part: tuple[int, int] | None) -> None:
-    """Prints, for every kernel, its best options; or compiles a part of the candidates and prints nothing."""
+def tune(rule: str, shape: str, names: list[str], part: tuple[int, int] | None) -> None:
+    """Prints the best options of every kernel of these names; or compiles a part of the candidates."""
     number = 0
     for kernel, grid, arguments, constants in launches(calls(rule, shape)[1]):
+        if kernel.fn.__name__ not in names:
+            continue
         before = [t.clone() if isinstance(t, torch.Tensor) else t for t in arguments]
         shipped, rows = None, []
         for options, cut in candidates(kernel.fn.__name__, grid, constants):
@@ -129,7 +124,7 @@ def tune(rule: str, shape: str, part: tuple[int, int] | None) -> None:
             shipped = shipped or written
             off = max((difference(a, b) for a, b in zip(written, shipped, strict=True)), default=0.0)
             rows.append((spent, off, options))
-        if len(rows) > 1:
+        if rows:
             fastest = sorted(rows, key=lambda row: row[0])[:12]
             best = "; ".join(f"{spent:.3f} ms, off {off:.0e} {options}" for spent, off, options in fastest)
             print(f"{rule} {shape} {kernel.fn.__name__}: shipped {rows[0][0]:.3f} ms; {best}", flush=True)
@@ -184,13 +179,14 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", default=list(OURS), choices=OURS)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--kernels", nargs="+", default=list(SPACE), choices=SPACE, help="to tune")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     pairs = [(rule, shape) for shape in arguments.shapes for rule in arguments.rules]
     if arguments.part:
         if arguments.tune:
-            tune(*pairs[0], tuple(arguments.part))
+            tune(*pairs[0], arguments.kernels, tuple(arguments.part))
         else:
             for run in calls(*pairs[0]):
                 run()
@@ -206,13 +202,11 @@ def main() -> None:
         torch.cuda.empty_cache()
     report("triton_times", "bfloat16; the GPU's times are sums over kernels", rows, kernels=kernels)
     if arguments.tune:
-        parts = str(arguments.jobs)
-        side_by_side(
-            [[*command, "--tune", "--part", str(i), parts] for command in one for i in range(arguments.jobs)],
-            arguments.jobs,
-        )
+        tuned = [[*command, "--tune", "--kernels", *arguments.kernels] for command in one]
+        parts = [["--part", str(i), str(arguments.jobs)] for i in range(arguments.jobs)]
+        side_by_side([command + part for command in tuned for part in parts], arguments.jobs)
         for rule, shape in pairs:
-            tune(rule, shape, None)
+            tune(rule, shape, arguments.kernels, None)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ class Config(NamedTuple):
     key_tile: int = 256  # key channels at a time, in the backward of a chunk
     registers: int | None = None  # of a thread at most; the compiler's choice by default
     once: bool = False  # the backward of a chunk keeps its tiles in shared memory
-    resident: int = 0  # programs of a multiprocessor that take chunk after chunk, or a program a chunk
 
     def options(self) -> dict[str, int]:
         """As Triton takes them."""
@@ -32,7 +31,7 @@ LARGEST_WINDOW = 65  # a tile of 128 pairs
 # (card, bytes of an operand, `padded` K): forward pass, reverse pass, backward of a chunk
 TABLE = {
     ("large", 2, 64): (Config(64, 4, 2, registers=168), Config(64, 4, 3), Config(64, 4, 1, 64, 168, True)),
-    ("large", 2, 128): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 4, 1, 64, None, True)),
+    ("large", 2, 128): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 4, 1, 128)),
     ("large", 2, 256): (Config(64, 8, 2), Config(64, 8, 2), Config(64, 8, 1, 64, 128)),
     ("safe", 2, 64): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1, 64)),
     ("safe", 2, 128): (Config(32, 8, 1), Config(32, 4, 2), Config(32, 8, 1, 64)),
@@ -65,16 +64,16 @@ REGRESSION = {  # keys as in TABLE
         Config(64, 4, 1),
         Config(64, 4, 3),
         Config(64, 4, 1),
-        Config(64, 4, 2),
+        Config(64, 4, 3),
         Config(64, 4, 1),
     ),
     ("large", 2, 128): Regression(
         Config(32, 1, 1, registers=168),
-        Config(64, 4, 1, registers=128),
+        Config(64, 4, 3),
         Config(128, 8, 3),
-        Config(128, 8, 1),
+        Config(128, 4, 2, registers=168),
         Config(128, 8, 2),
-        Config(128, 4, 1, 64),
+        Config(128, 4, 2, 64),
     ),
     ("large", 2, 256): Regression(
         Config(32, 1, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1)
@@ -130,7 +129,7 @@ def configs(device: torch.device | str, operand_bytes: int, key_tile: int, tile:
     if tile <= 64:
         return found
     most = 64 if kind == "large" and operand_bytes == 2 else 32
-    wide = {"warps": 8, "stages": 1, "registers": None, "once": False, "resident": 0}
+    wide = {"warps": 8, "stages": 1, "registers": None, "once": False}
     forward, reverse, backward = (c._replace(value_tile=min(c.value_tile, most), **wide) for c in found)
     return forward, reverse, backward
 
@@ -154,11 +153,6 @@ def narrower(device: torch.device, config: Config, rows: int, value_dim: int, ke
         return config
     stages = 3 if kind == "large" and key_tile <= 128 else config.stages
     return config._replace(value_tile=tile, warps=4, stages=stages)
-
-
-def programs(device: torch.device | str, config: Config, chunks: int) -> int:
-    """Programs for so many chunks of heads."""
-    return min(chunks, config.resident * card(torch.device(device))[1]) if config.resident else chunks
 
 
 def chunk_length(operand_bytes: int, key_tile: int, window: int) -> int:

@@ -367,12 +367,11 @@ def _chunk_backward(
     q, k, v, u, w, c, previous, tail_x, tail_v, gain, ridge, energy, previous_valid, tail_valid, lengths,
     grad_output, states, grad_states,
     grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_previous, old_grad_x, old_grad_v,
-    bounds, first, owner, length, longest, heads, chunks,
+    bounds, first, owner, length, longest, heads,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, SHIFT: tl.constexpr, LAG: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     CARRIED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr,
     EPSILON: tl.constexpr, FLOOR: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ONCE: tl.constexpr,
-    RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """All gradients of one chunk of one head, from the memory S that it finds and the gradient G of what it leaves.
 
@@ -391,248 +390,244 @@ def _chunk_backward(
     q o (dO S'), and <S, G> the trace of S' G, products more but no tile in another layout; else the column sums of
     q' o (S dO'), and a sum over both tiles. The pairs from before the chunk go to `old_grad_x` and `old_grad_v`.
     """
-    turns = 1
-    if RESIDENT:
-        turns = tl.cdiv(heads * chunks - tl.program_id(0), tl.num_programs(0))
-    for turn in tl.range(turns):
-        program = (tl.program_id(0) + turn * tl.num_programs(0)).to(tl.int64)
-        head, number = program % heads, program // heads
-        sequence, low, count, start = chunk_of(number, bounds, first, owner, length, longest, C, PACKED)
-        row = tl.arange(0, TILE)
-        steps = tl.minimum(count - start, C)
-        zero = tl.minimum(steps, 0) * 64
-        ACROSS: tl.constexpr = (V + BV - 1) // BV
-        ALONE: tl.constexpr = K <= BK and V <= BV
-        u_at = u + (number * heads + head) * TILE
-        w_at = w + (number * heads + head) * TILE
-        s_at = states + (number * heads + head) * K * V
-        g_at = grad_states + (number * heads + head) * K * V
+    program = tl.program_id(0).to(tl.int64)
+    head, number = program % heads, program // heads
+    sequence, low, count, start = chunk_of(number, bounds, first, owner, length, longest, C, PACKED)
+    if start >= count:
+        return
+    row = tl.arange(0, TILE)
+    steps = tl.minimum(count - start, C)
+    zero = tl.minimum(steps, 0) * 64
+    ACROSS: tl.constexpr = (V + BV - 1) // BV
+    ALONE: tl.constexpr = K <= BK and V <= BV
+    u += (number * heads + head) * TILE
+    w += (number * heads + head) * TILE
+    states += (number * heads + head) * K * V
+    grad_states += (number * heads + head) * K * V
 
-        there = row < steps
-        key_offset, value_offset = row * (heads * K), row * (heads * V)
-        token = ((low + start) * heads + head).to(tl.int64)
-        lookback = (W - 1) * heads
-        q_at, grad_q_at = (q + token * K, key_offset), (grad_q + token * K, key_offset)
-        out_at = (grad_output + token * V, value_offset)
-        grad_v_at = (grad_v + (token - lookback) * V, value_offset)
-        pair = row - (W - 1)
-        own = (row >= W - 1) & (row < steps + W - 1)
-        readable = exists(start + pair, row < steps + W - 1, SHIFT, CARRIED)
-        has_value = exists(start + pair, row < steps + W - 1, 0, CARRIED)
-        if CARRIED:
-            x_at = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
-            y_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
-            into_x = x_rows(
-                grad_k, grad_previous, grad_k, sequence, low, start, pair, head, heads, K, 1, SHIFT, CARRIED
-            )
-            x_at, y_at, grad_x_at = (x_at[:, None], row * 0), (y_at[:, None], row * 0), (into_x[:, None], row * 0)
-        else:
-            x_at = (k + (token - lookback - SHIFT * heads) * K, key_offset)
-            y_at = (v + (token - lookback) * V, value_offset)
-            grad_x_at = (grad_k + (token - lookback - SHIFT * heads) * K, key_offset)
-        old = (number * heads + head) * (W - 1)
+    there = row < steps
+    key_offset, value_offset = row * (heads * K), row * (heads * V)
+    token = ((low + start) * heads + head).to(tl.int64)
+    lookback = (W - 1) * heads
+    q_at, grad_q_at = (q + token * K, key_offset), (grad_q + token * K, key_offset)
+    out_at = (grad_output + token * V, value_offset)
+    grad_v_at = (grad_v + (token - lookback) * V, value_offset)
+    pair = row - (W - 1)
+    own = (row >= W - 1) & (row < steps + W - 1)
+    readable = exists(start + pair, row < steps + W - 1, SHIFT, CARRIED)
+    has_value = exists(start + pair, row < steps + W - 1, 0, CARRIED)
+    if CARRIED:
+        x_at = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
+        y_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
+        into_x = x_rows(grad_k, grad_previous, grad_k, sequence, low, start, pair, head, heads, K, 1, SHIFT, CARRIED)
+        x_at, y_at, grad_x_at = (x_at[:, None], row * 0), (y_at[:, None], row * 0), (into_x[:, None], row * 0)
+    else:
+        x_at = (k + (token - lookback - SHIFT * heads) * K, key_offset)
+        y_at = (v + (token - lookback) * V, value_offset)
+        grad_x_at = (grad_k + (token - lookback - SHIFT * heads) * K, key_offset)
+    old = (number * heads + head) * (W - 1)
 
-        if ONCE:
-            y = _tiles(y_at, has_value, V, BV, OPERAND)
-            out = _tiles(out_at, there, V, BV, OPERAND)
-            x = _tiles(x_at, readable, K, BK, OPERAND)
-            rows = _tiles(q_at, there, K, BK, OPERAND)
-            g = ()
-            for key_begin in tl.static_range(0, K, BK):
-                for begin in tl.static_range(0, V, BV):
-                    g += (_block(g_at, key_begin, begin, K, V, BK, BV).to(OPERAND),)
-
-        end = tl.load(u_at + TILE - 1)
-        at = tl.load(u_at + row)
-        column = tl.load(c + (number * heads + head) * TILE + row)
-        weight = tl.load(w_at + row)
-        read_u = at
-        if LAG > 0:
-            read_u = _number_at(u_at, row - LAG)
-
-        n = tl.zeros([TILE, TILE], tl.float32)
-        a = tl.zeros([TILE, TILE], tl.float32)
-        if ONCE:
+    if ONCE:
+        y = _tiles(y_at, has_value, V, BV, OPERAND)
+        out = _tiles(out_at, there, V, BV, OPERAND)
+        x = _tiles(x_at, readable, K, BK, OPERAND)
+        rows = _tiles(q_at, there, K, BK, OPERAND)
+        g = ()
+        for key_begin in tl.static_range(0, K, BK):
             for begin in tl.static_range(0, V, BV):
-                n = tl.dot(y[begin // BV], tl.trans(out[begin // BV]), n, input_precision=PRECISION)
-            for begin in tl.static_range(0, K, BK):
-                a = tl.dot(x[begin // BK], tl.trans(rows[begin // BK]), a, input_precision=PRECISION)
-        else:
+                g += (_block(grad_states, key_begin, begin, K, V, BK, BV).to(OPERAND),)
+
+    end = tl.load(u + TILE - 1)
+    at = tl.load(u + row)
+    column = tl.load(c + (number * heads + head) * TILE + row)
+    weight = tl.load(w + row)
+    read_u = at
+    if LAG > 0:
+        read_u = _number_at(u, row - LAG)
+
+    n = tl.zeros([TILE, TILE], tl.float32)
+    a = tl.zeros([TILE, TILE], tl.float32)
+    if ONCE:
+        for begin in tl.static_range(0, V, BV):
+            n = tl.dot(y[begin // BV], tl.trans(out[begin // BV]), n, input_precision=PRECISION)
+        for begin in tl.static_range(0, K, BK):
+            a = tl.dot(x[begin // BK], tl.trans(rows[begin // BK]), a, input_precision=PRECISION)
+    else:
+        for begin in range(0, V, BV):
+            channels = begin + tl.arange(0, BV)
+            y = load_tile(y_at, has_value, channels, V).to(OPERAND)
+            out = load_tile(out_at, there, channels, V).to(OPERAND)
+            n = tl.dot(y, tl.trans(out), n, input_precision=PRECISION)
+        for begin in range(0, K, BK):
+            columns = begin + tl.arange(0, BK)
+            x = load_tile(x_at, readable, columns, K).to(OPERAND)
+            rows = load_tile(q_at, there, columns, K).to(OPERAND)
+            a = tl.dot(x, tl.trans(rows), a, input_precision=PRECISION)
+
+    since = (row + LAG)[:, None]  # the first token that reads all of a pair
+    reach = read_u[None, :] - at[:, None]
+    if W == 1:
+        reach = tl.exp2(tl.where(row[None, :] >= since, reach, float("-inf")))
+        factor = column[:, None]
+    else:  # log decays of pairs that are not yet written are those of later tokens less theirs, at least 0
+        reach = tl.exp2(tl.minimum(reach, 0.0))
+        factor = _weights(column, u, w, row, LAG, W)
+    n *= reach
+    n_m = (n * factor).to(OPERAND)
+    a_m = (a * reach * factor).to(OPERAND)
+    h = n * a
+    by_weight, by_decay = _by_step(tl.sum(tl.where(row[None, :] > since, h, 0.0), 1), h, u, w, row, LAG, W)
+    h = tl.where(row[None, :] > since, h, 0.0)
+    reading = tl.sum(h * column[:, None], 0)  # by the token that reads
+    e = tl.exp2(end - at) * column
+
+    valid = count
+    if MASKED:
+        valid = tl.load(lengths + sequence).to(tl.int32)
+    place = start + row
+    token = (low + place) * heads + head
+    active = there & pair_exists(place, valid, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    size = window_size(place, valid, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    statistic = tl.load(energy + (number * heads + head) * TILE + row)
+    beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
+    base = beta * 0.0
+    if RIDGE > 0:
+        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
+
+    z = row.to(tl.float32) * 0.0
+    from_memory = z
+    if ONCE:
+        if ALONE:
+            s = (_block(states, 0, 0, K, V, BK, BV).to(OPERAND),)
+        for begin in tl.static_range(0, V, BV):
+            channels = begin + tl.arange(0, BV)
+            again = load_tile_again(y_at, zero, has_value, channels, V)
+            of_y = tl.zeros([TILE, BV], tl.float32)
+            for key_begin in tl.static_range(0, K, BK):
+                block = g[key_begin // BK * ACROSS + begin // BV]
+                of_y = tl.dot(x[key_begin // BK], block, of_y, input_precision=PRECISION)
+            z += tl.sum(of_y * again.to(tl.float32), 1)
+            of_y = tl.dot(a_m, out[begin // BV], of_y * e[:, None], input_precision=PRECISION)
+            of_y = of_y.to(grad_v.dtype.element_ty)
+            store_tile(grad_v_at, of_y, own, channels, V)
+            if W > 1:
+                store_tile((old_grad_v + old * V, row * V), of_y, has_value & (row < W - 1), channels, V)
+        products = tl.zeros([BV, BV], tl.float32)
+        for key_begin in tl.static_range(0, K, BK):
+            columns = key_begin + tl.arange(0, BK)
+            if not ALONE:
+                s = ()
+                for begin in tl.static_range(0, V, BV):
+                    s += (_block(states, key_begin, begin, K, V, BK, BV).to(OPERAND),)
+            again = load_tile_again(q_at, zero, there, columns, K)
+            of_q = tl.zeros([BK, TILE], tl.float32)
+            found = tl.zeros([TILE, BK], tl.float32)
+            for begin in tl.static_range(0, V, BV):
+                this = s[begin // BV]
+                block = g[key_begin // BK * ACROSS + begin // BV]
+                products = tl.dot(tl.trans(this), block, products, input_precision=PRECISION)
+                if key_begin + BK >= K and begin + BV >= V:
+                    product = tl.sum(_diagonal_sum(products, tl.arange(0, BV), 0), 0)
+                found = tl.dot(out[begin // BV], tl.trans(this), found, input_precision=PRECISION)
+                if begin + BV >= V:
+                    from_memory += tl.sum(found * again.to(tl.float32), 1)
+                of_q = tl.dot(this, tl.trans(out[begin // BV]), of_q, input_precision=PRECISION)
+            of_q *= tl.exp2(_number_at(u + zero, row - LAG))[None, :]
+            of_q = tl.dot(tl.trans(x[key_begin // BK]), n_m, of_q, input_precision=PRECISION)
+            store_tile(grad_q_at, tl.trans(of_q.to(grad_q.dtype.element_ty)), there, columns, K)
+        if not ALONE:
+            y = ()  # again, their place having held tiles of S
+            for begin in tl.static_range(0, V, BV):
+                y += (load_tile_again(y_at, zero, has_value, begin + tl.arange(0, BV), V).to(OPERAND),)
+        from_memory *= tl.exp2(read_u)
+    else:
+        product = 0.0
+        for begin in range(0, V, BV):
+            channels = begin + tl.arange(0, BV)
+            of_y = tl.zeros([TILE, BV], tl.float32)
+            for key_begin in range(0, K, BK):
+                columns = key_begin + tl.arange(0, BK)
+                x = load_tile(x_at, readable, columns, K).to(OPERAND)
+                g = _block(grad_states, key_begin, begin, K, V, BK, BV).to(OPERAND)
+                of_y = tl.dot(x, g, of_y, input_precision=PRECISION)
+            z += tl.sum(of_y * load_tile_again(y_at, zero, has_value, channels, V).to(tl.float32), 1)
+            out = load_tile(out_at, there, channels, V).to(OPERAND)
+            of_y = tl.dot(a_m, out, of_y * e[:, None], input_precision=PRECISION)
+            of_y = of_y.to(grad_v.dtype.element_ty)
+            store_tile(grad_v_at, of_y, own, channels, V)
+            if W > 1:
+                store_tile((old_grad_v + old * V, row * V), of_y, has_value & (row < W - 1), channels, V)
+        for key_begin in range(0, K, BK):
+            columns = key_begin + tl.arange(0, BK)
+            of_q = tl.zeros([BK, TILE], tl.float32)
+            for begin in range(0, V, BV):
+                channels = begin + tl.arange(0, BV)
+                s = _block(states, key_begin, begin, K, V, BK, BV)
+                g = _block(grad_states, key_begin, begin, K, V, BK, BV)
+                product += tl.sum(tl.sum(s.to(tl.float32) * g.to(tl.float32), 1), 0)
+                out = load_tile(out_at, there, channels, V).to(OPERAND)
+                of_q = tl.dot(s.to(OPERAND), tl.trans(out), of_q, input_precision=PRECISION)
+            of_q = of_q * tl.exp2(read_u)[None, :]
+            from_memory += tl.sum(of_q * tl.trans(load_tile_again(q_at, zero, there, columns, K)).to(tl.float32), 0)
+            x = load_tile(x_at, readable, columns, K).to(OPERAND)
+            of_q = tl.dot(tl.trans(x), n_m, of_q, input_precision=PRECISION)
+            of_q = tl.trans(of_q.to(grad_q.dtype.element_ty))
+            store_tile(grad_q_at, of_q, there, columns, K)
+
+    if ONCE:
+        again = ()
+        for key_begin in tl.static_range(0, K, BK):
+            again += (load_tile_again(x_at, zero, readable, key_begin + tl.arange(0, BK), K),)
+    reading += from_memory
+    if LAG > 0:
+        reading = _moved(reading, LAG, row)  # by the step after which it is read
+    of_end = tl.exp2(end - at) * _window_sum(z, row, 1, W)
+    of_weight = by_weight + of_end
+    passed = weight * of_end
+    of_decay = tl.cumsum(reading + by_decay, 0, reverse=True) + tl.cumsum(passed, 0) - passed
+    of_decay += product * tl.exp2(end)
+    of_gain, of_ridge, of_norm = step_gradients(
+        beta, base, statistic, of_weight / size, of_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
+    )
+    tl.store(grad_gain + token, of_gain, mask=there)
+    if RIDGE > 0:
+        tl.store(grad_ridge + token, of_ridge, mask=there)
+    of_norm = 2.0 * _window_sum(of_norm / size, row, -1, W)
+
+    if ONCE:
+        for key_begin in tl.static_range(0, K, BK):
+            columns = key_begin + tl.arange(0, BK)
+            of_x = tl.zeros([TILE, BK], tl.float32)
+            for begin in tl.static_range(0, V, BV):
+                block = g[key_begin // BK * ACROSS + begin // BV]
+                of_x = tl.dot(y[begin // BV], tl.trans(block), of_x, input_precision=PRECISION)
+            of_x = tl.dot(n_m, rows[key_begin // BK], of_x * e[:, None], input_precision=PRECISION)
+            of_x += of_norm[:, None] * again[key_begin // BK].to(tl.float32)
+            of_x = of_x.to(grad_k.dtype.element_ty)
+            store_tile(grad_x_at, of_x, own & readable, columns, K)
+            if W > 1:
+                store_tile((old_grad_x + old * K, row * K), of_x, readable & (row < W - 1), columns, K)
+    else:
+        for key_begin in range(0, K, BK):
+            columns = key_begin + tl.arange(0, BK)
+            of_x = tl.zeros([TILE, BK], tl.float32)
             for begin in range(0, V, BV):
                 channels = begin + tl.arange(0, BV)
                 y = load_tile(y_at, has_value, channels, V).to(OPERAND)
-                out = load_tile(out_at, there, channels, V).to(OPERAND)
-                n = tl.dot(y, tl.trans(out), n, input_precision=PRECISION)
-            for begin in range(0, K, BK):
-                columns = begin + tl.arange(0, BK)
-                x = load_tile(x_at, readable, columns, K).to(OPERAND)
-                rows = load_tile(q_at, there, columns, K).to(OPERAND)
-                a = tl.dot(x, tl.trans(rows), a, input_precision=PRECISION)
-
-        since = (row + LAG)[:, None]  # the first token that reads all of a pair
-        reach = read_u[None, :] - at[:, None]
-        if W == 1:
-            reach = tl.exp2(tl.where(row[None, :] >= since, reach, float("-inf")))
-            factor = column[:, None]
-        else:  # log decays of pairs that are not yet written are those of later tokens less theirs, at least 0
-            reach = tl.exp2(tl.minimum(reach, 0.0))
-            factor = _weights(column, u_at, w_at, row, LAG, W)
-        n *= reach
-        n_m = (n * factor).to(OPERAND)
-        a_m = (a * reach * factor).to(OPERAND)
-        h = n * a
-        by_weight, by_decay = _by_step(tl.sum(tl.where(row[None, :] > since, h, 0.0), 1), h, u_at, w_at, row, LAG, W)
-        h = tl.where(row[None, :] > since, h, 0.0)
-        reading = tl.sum(h * column[:, None], 0)  # by the token that reads
-        e = tl.exp2(end - at) * column
-
-        valid = count
-        if MASKED:
-            valid = tl.load(lengths + sequence).to(tl.int32)
-        place = start + row
-        token = (low + place) * heads + head
-        active = there & pair_exists(place, valid, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-        size = window_size(place, valid, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-        statistic = tl.load(energy + (number * heads + head) * TILE + row)
-        beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
-        base = beta * 0.0
-        if RIDGE > 0:
-            base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
-
-        z = row.to(tl.float32) * 0.0
-        from_memory = z
-        if ONCE:
-            if ALONE:
-                s = (_block(s_at, 0, 0, K, V, BK, BV).to(OPERAND),)
-            for begin in tl.static_range(0, V, BV):
-                channels = begin + tl.arange(0, BV)
-                again = load_tile_again(y_at, zero, has_value, channels, V)
-                of_y = tl.zeros([TILE, BV], tl.float32)
-                for key_begin in tl.static_range(0, K, BK):
-                    block = g[key_begin // BK * ACROSS + begin // BV]
-                    of_y = tl.dot(x[key_begin // BK], block, of_y, input_precision=PRECISION)
-                z += tl.sum(of_y * again.to(tl.float32), 1)
-                of_y = tl.dot(a_m, out[begin // BV], of_y * e[:, None], input_precision=PRECISION)
-                of_y = of_y.to(grad_v.dtype.element_ty)
-                store_tile(grad_v_at, of_y, own, channels, V)
-                if W > 1:
-                    store_tile((old_grad_v + old * V, row * V), of_y, has_value & (row < W - 1), channels, V)
-            products = tl.zeros([BV, BV], tl.float32)
-            for key_begin in tl.static_range(0, K, BK):
-                columns = key_begin + tl.arange(0, BK)
-                if not ALONE:
-                    s = ()
-                    for begin in tl.static_range(0, V, BV):
-                        s += (_block(s_at, key_begin, begin, K, V, BK, BV).to(OPERAND),)
-                again = load_tile_again(q_at, zero, there, columns, K)
-                of_q = tl.zeros([BK, TILE], tl.float32)
-                found = tl.zeros([TILE, BK], tl.float32)
-                for begin in tl.static_range(0, V, BV):
-                    this = s[begin // BV]
-                    block = g[key_begin // BK * ACROSS + begin // BV]
-                    products = tl.dot(tl.trans(this), block, products, input_precision=PRECISION)
-                    if key_begin + BK >= K and begin + BV >= V:
-                        product = tl.sum(_diagonal_sum(products, tl.arange(0, BV), 0), 0)
-                    found = tl.dot(out[begin // BV], tl.trans(this), found, input_precision=PRECISION)
-                    if begin + BV >= V:
-                        from_memory += tl.sum(found * again.to(tl.float32), 1)
-                    of_q = tl.dot(this, tl.trans(out[begin // BV]), of_q, input_precision=PRECISION)
-                of_q *= tl.exp2(_number_at(u_at + zero, row - LAG))[None, :]
-                of_q = tl.dot(tl.trans(x[key_begin // BK]), n_m, of_q, input_precision=PRECISION)
-                store_tile(grad_q_at, tl.trans(of_q.to(grad_q.dtype.element_ty)), there, columns, K)
-            if not ALONE:
-                y = ()  # again, their place having held tiles of S
-                for begin in tl.static_range(0, V, BV):
-                    y += (load_tile_again(y_at, zero, has_value, begin + tl.arange(0, BV), V).to(OPERAND),)
-            from_memory *= tl.exp2(read_u)
-        else:
-            product = 0.0
-            for begin in range(0, V, BV):
-                channels = begin + tl.arange(0, BV)
-                of_y = tl.zeros([TILE, BV], tl.float32)
-                for key_begin in range(0, K, BK):
-                    columns = key_begin + tl.arange(0, BK)
-                    x = load_tile(x_at, readable, columns, K).to(OPERAND)
-                    g = _block(g_at, key_begin, begin, K, V, BK, BV).to(OPERAND)
-                    of_y = tl.dot(x, g, of_y, input_precision=PRECISION)
-                z += tl.sum(of_y * load_tile_again(y_at, zero, has_value, channels, V).to(tl.float32), 1)
-                out = load_tile(out_at, there, channels, V).to(OPERAND)
-                of_y = tl.dot(a_m, out, of_y * e[:, None], input_precision=PRECISION)
-                of_y = of_y.to(grad_v.dtype.element_ty)
-                store_tile(grad_v_at, of_y, own, channels, V)
-                if W > 1:
-                    store_tile((old_grad_v + old * V, row * V), of_y, has_value & (row < W - 1), channels, V)
-            for key_begin in range(0, K, BK):
-                columns = key_begin + tl.arange(0, BK)
-                of_q = tl.zeros([BK, TILE], tl.float32)
-                for begin in range(0, V, BV):
-                    channels = begin + tl.arange(0, BV)
-                    s = _block(s_at, key_begin, begin, K, V, BK, BV)
-                    g = _block(g_at, key_begin, begin, K, V, BK, BV)
-                    product += tl.sum(tl.sum(s.to(tl.float32) * g.to(tl.float32), 1), 0)
-                    out = load_tile(out_at, there, channels, V).to(OPERAND)
-                    of_q = tl.dot(s.to(OPERAND), tl.trans(out), of_q, input_precision=PRECISION)
-                of_q = of_q * tl.exp2(read_u)[None, :]
-                from_memory += tl.sum(of_q * tl.trans(load_tile_again(q_at, zero, there, columns, K)).to(tl.float32), 0)
-                x = load_tile(x_at, readable, columns, K).to(OPERAND)
-                of_q = tl.dot(tl.trans(x), n_m, of_q, input_precision=PRECISION)
-                of_q = tl.trans(of_q.to(grad_q.dtype.element_ty))
-                store_tile(grad_q_at, of_q, there, columns, K)
-
-        if ONCE:
-            again = ()
-            for key_begin in tl.static_range(0, K, BK):
-                again += (load_tile_again(x_at, zero, readable, key_begin + tl.arange(0, BK), K),)
-        reading += from_memory
-        if LAG > 0:
-            reading = _moved(reading, LAG, row)  # by the step after which it is read
-        of_end = tl.exp2(end - at) * _window_sum(z, row, 1, W)
-        of_weight = by_weight + of_end
-        passed = weight * of_end
-        of_decay = tl.cumsum(reading + by_decay, 0, reverse=True) + tl.cumsum(passed, 0) - passed
-        of_decay += product * tl.exp2(end)
-        of_gain, of_ridge, of_norm = step_gradients(
-            beta, base, statistic, of_weight / size, of_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
-        )
-        tl.store(grad_gain + token, of_gain, mask=there)
-        if RIDGE > 0:
-            tl.store(grad_ridge + token, of_ridge, mask=there)
-        of_norm = 2.0 * _window_sum(of_norm / size, row, -1, W)
-
-        if ONCE:
-            for key_begin in tl.static_range(0, K, BK):
-                columns = key_begin + tl.arange(0, BK)
-                of_x = tl.zeros([TILE, BK], tl.float32)
-                for begin in tl.static_range(0, V, BV):
-                    block = g[key_begin // BK * ACROSS + begin // BV]
-                    of_x = tl.dot(y[begin // BV], tl.trans(block), of_x, input_precision=PRECISION)
-                of_x = tl.dot(n_m, rows[key_begin // BK], of_x * e[:, None], input_precision=PRECISION)
-                of_x += of_norm[:, None] * again[key_begin // BK].to(tl.float32)
-                of_x = of_x.to(grad_k.dtype.element_ty)
-                store_tile(grad_x_at, of_x, own & readable, columns, K)
-                if W > 1:
-                    store_tile((old_grad_x + old * K, row * K), of_x, readable & (row < W - 1), columns, K)
-        else:
-            for key_begin in range(0, K, BK):
-                columns = key_begin + tl.arange(0, BK)
-                of_x = tl.zeros([TILE, BK], tl.float32)
-                for begin in range(0, V, BV):
-                    channels = begin + tl.arange(0, BV)
-                    y = load_tile(y_at, has_value, channels, V).to(OPERAND)
-                    g = _block(g_at, key_begin, begin, K, V, BK, BV).to(OPERAND)
-                    of_x = tl.dot(y, tl.trans(g), of_x, input_precision=PRECISION)
-                rows = load_tile(q_at, there, columns, K).to(OPERAND)
-                of_x = tl.dot(n_m, rows, of_x * e[:, None], input_precision=PRECISION)
-                of_x += of_norm[:, None] * load_tile_again(x_at, zero, readable, columns, K).to(tl.float32)
-                of_x = of_x.to(grad_k.dtype.element_ty)
-                store_tile(grad_x_at, of_x, own & readable, columns, K)
-                if W > 1:
-                    store_tile((old_grad_x + old * K, row * K), of_x, readable & (row < W - 1), columns, K)
-        if SHIFT and (start < count) & (start + C >= count):  # the last key is nobody's write feature here
-            last = grad_k + ((low + start + steps - 1) * heads + head) * K
-            for of_last in tl.static_range(0, K, BK):
-                columns = of_last + tl.arange(0, BK)
-                tl.store(last + columns, tl.zeros([BK], tl.float32), mask=columns < K)
+                g = _block(grad_states, key_begin, begin, K, V, BK, BV).to(OPERAND)
+                of_x = tl.dot(y, tl.trans(g), of_x, input_precision=PRECISION)
+            rows = load_tile(q_at, there, columns, K).to(OPERAND)
+            of_x = tl.dot(n_m, rows, of_x * e[:, None], input_precision=PRECISION)
+            of_x += of_norm[:, None] * load_tile_again(x_at, zero, readable, columns, K).to(tl.float32)
+            of_x = of_x.to(grad_k.dtype.element_ty)
+            store_tile(grad_x_at, of_x, own & readable, columns, K)
+            if W > 1:
+                store_tile((old_grad_x + old * K, row * K), of_x, readable & (row < W - 1), columns, K)
+    if SHIFT and start + C >= count:  # the last key is nobody's write feature here
+        last = grad_k + ((low + start + steps - 1) * heads + head) * K
+        for of_last in tl.static_range(0, K, BK):
+            columns = of_last + tl.arange(0, BK)
+            tl.store(last + columns, tl.zeros([BK], tl.float32), mask=columns < K)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -692,7 +687,7 @@ class Plan:
         part_chunks = -(-layout.longest // segments)
         self.parts = -(-layout.longest // part_chunks)
         self.along = (layout.length, self.heads, layout.longest, self.parts, part_chunks)
-        self.across = (layout.length, layout.longest, self.heads, layout.chunks)
+        self.across = (layout.length, layout.longest, self.heads)
 
         chunk = {"C": layout.chunk, "PACKED": layout.packed}
         sizes = {"K": key_dim, "V": value_dim, "BK": key_tile} | chunk
@@ -724,9 +719,8 @@ class Plan:
         )  # fmt: skip
         step = {"MASKED": masked} | schedule.constants()
         once = backward.once and value_dim <= 2 * backward.value_tile
-        part = {"BK": min(backward.key_tile, key_tile), "ONCE": once, "RESIDENT": backward.resident > 0}
-        programs = launch.programs(device, backward, chunks)
-        self.backward = launcher(_chunk_backward, programs, options(backward, sizes, tile, rule, numbers, step, part))
+        part = {"BK": min(backward.key_tile, key_tile), "ONCE": once}
+        self.backward = launcher(_chunk_backward, chunks, options(backward, sizes, tile, rule, numbers, step, part))
         self.lookback_rows = chunks * (window - 1)
         lookback = {"BV": value_width, "LOOKBACK": triton.next_power_of_2(max(window - 1, 1)), "num_warps": 4}
         self.lookback = launcher(_add_lookback, chunks, sizes | rule | lookback)
@@ -828,5 +822,5 @@ def backward(
     if plan.lookback_rows:
         plan.lookback(
             old_x, old_v, grad_k, grad_v, grad_before.previous_key, grad_before.tail_x, grad_before.tail_v, *tables,
-            *plan.across[:3],
+            *plan.across,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 
 NAMESPACE = "falcon_kernels"  # of the custom ops; a copy of this package beside it needs another
 # No recompilation when these change.
-NUMBERS = ["length", "longest", "heads", "chunks", "parts", "part_chunks", "places"]
+NUMBERS = ["length", "longest", "heads", "parts", "part_chunks", "places"]
 OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 

@@ -544,218 +544,204 @@ def _settled(sums, i):
 def _gradients(
     q, k, v, gain, ridge, previous, previous_valid, lengths, weight, log_decay, energy, inverse, states, z,
     grad_output, grad_z, grad_states, grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_previous,
-    bounds, first, owner, length, longest, heads, places, chunks,
+    bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr,
     CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, RIDGE: tl.constexpr,
     DIRECT: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr, RESIDENT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk of one head: of q, v and the write features where their keys lie, of gain and ridge.
 
     Products [C, C] that are left operands both ways round are formed twice, not transposed. Where all channels are one
     tile, operands of products are loaded once, before all products.
     """
-    turns = 1
-    if RESIDENT:
-        turns = tl.cdiv(heads * chunks - tl.program_id(0), tl.num_programs(0))
-    for turn in tl.range(turns):
-        program = (tl.program_id(0) + turn * tl.num_programs(0)).to(tl.int64)
-        eta_at, decay_at = weight + program * C, log_decay + program * C
-        s_at, g_at = states + program * V * K, grad_states + program * V * K
-        head = program % heads
-        sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
-        i = tl.arange(0, C)
-        place = start + i
-        here = place < count
-        there = exists(place, here, SHIFT, CARRIED)
-        given_at = _rows(grad_output, low + start, head, heads, i, V)
-        dz_at = _rows(grad_z, low + start, head, heads, i, V)
-        z_at = _rows(z, low + start, head, heads, i, V)
-        v_at = _rows(v, low + start, head, heads, i, V)
-        q_at = _rows(q, low + start, head, heads, i, K)
-        x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
-        kk, columns = tl.arange(0, BK), tl.arange(0, BV)
-        dz = load_rows(dz_at, here, columns, V)
-        given = load_rows(given_at, here, columns, V).to(OPERAND)
-        residual = load_rows(z_at, here, columns, V)
-        values = load_rows(v_at, here, columns, V)
-        s = _load_state(s_at, columns, kk, V, K)
-        x = load_rows(x_at, there, kk, K).to(OPERAND)
-        queries = load_rows(q_at, here, kk, K).to(OPERAND)
-        g = _load_state(g_at, columns, kk, V, K)
-        eta = tl.load(eta_at + i)
-        uc, uf = _running(decay_at, places, i, 0, OPERAND)
-        rc, rf = _running(decay_at, places, i, LAG, OPERAND)
-        before_c, before_f = _running(decay_at, places, i, 1, OPERAND)
-        end_c, end_f = _at_end(decay_at, places, C, OPERAND)
-        transposed = _inverse_of(inverse, program, i[None, :], i[:, None], C).to(OPERAND)
-        kept = _product(s, g) * tl.exp2(end_c + end_f)
-        minus = -tl.exp2((before_c - rc) + (before_f - rf))
+    program = tl.program_id(0).to(tl.int64)
+    weight, log_decay = weight + program * C, log_decay + program * C
+    states, grad_states = states + program * V * K, grad_states + program * V * K
+    head = program % heads
+    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if start >= count:
+        return
+    i = tl.arange(0, C)
+    place = start + i
+    here = place < count
+    there = exists(place, here, SHIFT, CARRIED)
+    given_at = _rows(grad_output, low + start, head, heads, i, V)
+    dz_at = _rows(grad_z, low + start, head, heads, i, V)
+    z_at = _rows(z, low + start, head, heads, i, V)
+    v_at = _rows(v, low + start, head, heads, i, V)
+    q_at = _rows(q, low + start, head, heads, i, K)
+    x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
+    kk, columns = tl.arange(0, BK), tl.arange(0, BV)
+    dz = load_rows(dz_at, here, columns, V)
+    given = load_rows(given_at, here, columns, V).to(OPERAND)
+    residual = load_rows(z_at, here, columns, V)
+    values = load_rows(v_at, here, columns, V)
+    s = _load_state(states, columns, kk, V, K)
+    x = load_rows(x_at, there, kk, K).to(OPERAND)
+    queries = load_rows(q_at, here, kk, K).to(OPERAND)
+    g = _load_state(grad_states, columns, kk, V, K)
+    eta = tl.load(weight + i)
+    uc, uf = _running(log_decay, places, i, 0, OPERAND)
+    rc, rf = _running(log_decay, places, i, LAG, OPERAND)
+    before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
+    end_c, end_f = _at_end(log_decay, places, C, OPERAND)
+    transposed = _inverse_of(inverse, program, i[None, :], i[:, None], C).to(OPERAND)
+    kept = _product(s, g) * tl.exp2(end_c + end_f)
+    minus = -tl.exp2((before_c - rc) + (before_f - rf))
 
-        # dP, and dA without exp(u_{i-1} - r_i), which Y has already
-        y = tl.dot(transposed, dz, input_precision=PRECISION)
-        found = (minus[:, None] * y).to(OPERAND)
-        gained = tl.zeros([C], tl.float32)
-        for begin in range(0, V, BV):
-            columns = begin + tl.arange(0, BV)
-            if V > BV:
-                values = load_rows(v_at, here, columns, V)
-                y = tl.dot(transposed, load_rows(dz_at, here, columns, V), input_precision=PRECISION)
-            gained += tl.sum(y * values.to(tl.float32), 1)
-            store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
-        gained = _settled(gained, i)
-        scores = tl.zeros([C, C], tl.float32)
-        for begin in range(0, V, BV):
-            columns = begin + tl.arange(0, BV)
-            if V > BV:
-                given = load_rows(given_at, here, columns, V).to(OPERAND)
-                residual = load_rows(z_at, here, columns, V)
-            scores = tl.dot(given, tl.trans(residual), scores, input_precision=PRECISION)
-        decay = _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], i[:, None] >= i[None, :] + LAG)
-        scores_left = (scores * decay).to(OPERAND)
-        if LAG == 0:
-            decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
-        system = tl.zeros([C, C], tl.float32)
-        for begin in range(0, V, BV):
-            columns = begin + tl.arange(0, BV)
-            if V > BV:
-                residual = load_rows(z_at, here, columns, V)
-                y = tl.dot(transposed, load_rows(dz_at, here, columns, V), input_precision=PRECISION)
-                found = (minus[:, None] * y).to(OPERAND)
-            system = tl.dot(found, tl.trans(residual), system, input_precision=PRECISION)
-        system_left = (system * decay).to(OPERAND)
+    # dP, and dA without exp(u_{i-1} - r_i), which Y has already
+    y = tl.dot(transposed, dz, input_precision=PRECISION)
+    found = (minus[:, None] * y).to(OPERAND)
+    gained = tl.zeros([C], tl.float32)
+    for begin in range(0, V, BV):
+        columns = begin + tl.arange(0, BV)
+        if V > BV:
+            values = load_rows(v_at, here, columns, V)
+            y = tl.dot(transposed, load_rows(dz_at, here, columns, V), input_precision=PRECISION)
+        gained += tl.sum(y * values.to(tl.float32), 1)
+        store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
+    gained = _settled(gained, i)
+    scores = tl.zeros([C, C], tl.float32)
+    for begin in range(0, V, BV):
+        columns = begin + tl.arange(0, BV)
+        if V > BV:
+            given = load_rows(given_at, here, columns, V).to(OPERAND)
+            residual = load_rows(z_at, here, columns, V)
+        scores = tl.dot(given, tl.trans(residual), scores, input_precision=PRECISION)
+    decay = _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], i[:, None] >= i[None, :] + LAG)
+    scores_left = (scores * decay).to(OPERAND)
+    if LAG == 0:
+        decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
+    system = tl.zeros([C, C], tl.float32)
+    for begin in range(0, V, BV):
+        columns = begin + tl.arange(0, BV)
+        if V > BV:
+            residual = load_rows(z_at, here, columns, V)
+            y = tl.dot(transposed, load_rows(dz_at, here, columns, V), input_precision=PRECISION)
+            found = (minus[:, None] * y).to(OPERAND)
+        system = tl.dot(found, tl.trans(residual), system, input_precision=PRECISION)
+    system_left = (system * decay).to(OPERAND)
 
-        read = tl.zeros([C], tl.float32)
-        for beginning in range(0, K, BK):
-            kk = beginning + tl.arange(0, BK)
-            if K > BK:
-                x = load_rows(x_at, there, kk, K).to(OPERAND)
-            q_again = load_rows_again(q_at, here, kk, K)
-            dq = tl.zeros([C, BK], tl.float32)
-            for begin in range(0, V, BV):
-                columns = begin + tl.arange(0, BV)
-                if V > BV:
-                    given = load_rows(given_at, here, columns, V).to(OPERAND)
-                if V > BV or K > BK:
-                    s = _load_state(s_at, columns, kk, V, K)
-                dq = tl.dot(given, s, dq, input_precision=PRECISION)
-            dq = tl.dot(scores_left, x, dq * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
-            store_rows(_rows(grad_q, low + start, head, heads, i, K), dq, here, kk, K)
-            read += tl.sum(q_again.to(tl.float32) * dq, 1)
-        read = _settled(read, i)
-
-        scores = tl.zeros([C, C], tl.float32)
-        for begin in range(0, V, BV):
-            columns = begin + tl.arange(0, BV)
-            if V > BV:
-                given = load_rows(given_at, here, columns, V).to(OPERAND)
-                residual = load_rows(z_at, here, columns, V)
-            scores = tl.dot(residual, tl.trans(given), scores, input_precision=PRECISION)
-        decay = _pairwise(rc[None, :], rf[None, :], uc[:, None], uf[:, None], i[None, :] >= i[:, None] + LAG)
-        scores_turned = (scores * decay).to(OPERAND)
-        if LAG == 0:
-            decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
-        system = tl.zeros([C, C], tl.float32)
-        for begin in range(0, V, BV):
-            columns = begin + tl.arange(0, BV)
-            if V > BV:
-                residual = load_rows(z_at, here, columns, V)
-                y = tl.dot(transposed, load_rows(dz_at, here, columns, V), input_precision=PRECISION)
-                found = (minus[:, None] * y).to(OPERAND)
-            system = tl.dot(residual, tl.trans(found), system, input_precision=PRECISION)
-        system_turned = (system * decay * tl.load(eta_at + i)[None, :]).to(OPERAND)
-
-        into = _x_rows(grad_k, grad_previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
-        decayed = tl.zeros([C], tl.float32)
-        written = tl.zeros([C], tl.float32)
-        if V > BV or K > BK:
-            kept = 0.0
-        dx = tl.zeros([C, BK], tl.float32)
-        x_again = load_rows_again(x_at, there, tl.arange(0, BK), K)
-        for beginning in range(0, K, BK):
-            kk = beginning + tl.arange(0, BK)
-            if K > BK:
-                x = load_rows(x_at, there, kk, K).to(OPERAND)
-                queries = load_rows(q_at, here, kk, K).to(OPERAND)
-            x_again = load_rows_again(x_at, there, kk, K)
-
-            dx = tl.zeros([C, BK], tl.float32)
-            for begin in range(0, V, BV):
-                columns = begin + tl.arange(0, BV)
-                if V > BV:
-                    y = tl.dot(transposed, load_rows(dz_at, here, columns, V), input_precision=PRECISION)
-                    found = (minus[:, None] * y).to(OPERAND)
-                if V > BV or K > BK:
-                    s = _load_state(s_at, columns, kk, V, K)
-                dx = tl.dot(found, s, dx, input_precision=PRECISION)
-            dx = tl.dot(system_left, x, dx * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
-            decayed += tl.sum(x_again.to(tl.float32) * dx, 1)
-
-            left = tl.zeros([C, BK], tl.float32)
-            for begin in range(0, V, BV):
-                columns = begin + tl.arange(0, BV)
-                if V > BV:
-                    residual = load_rows(z_at, here, columns, V)
-                if V > BV or K > BK:
-                    s = _load_state(s_at, columns, kk, V, K)
-                    g = _load_state(g_at, columns, kk, V, K)
-                    kept += _product(s, g) * tl.exp2(end_c + end_f)
-                left = tl.dot(residual, g, left, input_precision=PRECISION)
-            left *= tl.exp2((end_c - uc) + (end_f - uf))[:, None]
-            kept += _product(x_again, left)
-            left = tl.dot(scores_turned, queries, left, input_precision=PRECISION)
-            left = tl.dot(system_turned, x, left, input_precision=PRECISION)
-            written += tl.sum(x_again.to(tl.float32) * left, 1)
-            dx = left + eta[:, None] * dx
-            if K > BK:  # until what the energy asks for is known
-                store_rows(into, dx, there, kk, K)
-            if SHIFT:  # the last key is a write feature of the next call, through the state
-                last = grad_k + ((low + count - 1) * heads + head) * K
-                ends = (start < count) & (start + C >= count)
-                tl.store(last + kk, tl.zeros([BK], grad_k.dtype.element_ty), mask=(kk < K) & ends)
-
-        # Cotangents: of u_C `kept`, of u_t -`written`, of u_{t-1} `owed`, `read` of the one that is read. A
-        # step's decay is in u_t from its own token on, in u_{t-1} from the next. All but `kept` are summed over
-        # tokens as they are: there, what a pair of tokens has in two of them cancels, roundings too.
-        owed = eta * decayed
-        grad_decay = tl.cumsum(read + owed - written, 0, reverse=True) - owed - read * LAG + kept
-
-        real = count
-        if MASKED:
-            real = tl.load(lengths + sequence).to(tl.int32)
-        row = (low + place) * heads + head
-        active = pair_exists(place, real, previous_valid, previous_valid, sequence, 1, SHIFT, CARRIED)
-        beta = tl.load(gain + row, mask=active, other=0.0).to(tl.float32)
-        coefficient = tl.zeros([C], tl.float32)
-        if RIDGE > 0:
-            coefficient = tl.load(ridge + row, mask=active, other=0.0).to(tl.float32)
-        statistic = tl.load(energy + program * C + i)
-        of_gain, of_ridge, of_energy = step_gradients(
-            beta,
-            coefficient,
-            statistic,
-            gained + decayed,
-            grad_decay,
-            active,
-            RIDGE,
-            DIRECT,
-            True,
-            DETACH,
-            EPSILON,
-            FLOOR,
-        )
-        tl.store(grad_gain + row, of_gain, mask=here)
-        if RIDGE > 0:
-            tl.store(grad_ridge + row, of_ridge, mask=here)
+    read = tl.zeros([C], tl.float32)
+    for beginning in range(0, K, BK):
+        kk = beginning + tl.arange(0, BK)
         if K > BK:
-            tl.debug_barrier()
-            for beginning in range(0, K, BK):
-                kk = beginning + tl.arange(0, BK)
-                wide = load_rows(x_at, there, kk, K).to(tl.float32)
-                own = load_rows(into, there, kk, K).to(tl.float32)
-                store_rows(into, own + 2.0 * of_energy[:, None] * wide, there, kk, K)
-        else:
-            store_rows(into, dx + 2.0 * of_energy[:, None] * x_again.to(tl.float32), there, kk, K)
+            x = load_rows(x_at, there, kk, K).to(OPERAND)
+        q_again = load_rows_again(q_at, here, kk, K)
+        dq = tl.zeros([C, BK], tl.float32)
+        for begin in range(0, V, BV):
+            columns = begin + tl.arange(0, BV)
+            if V > BV:
+                given = load_rows(given_at, here, columns, V).to(OPERAND)
+            if V > BV or K > BK:
+                s = _load_state(states, columns, kk, V, K)
+            dq = tl.dot(given, s, dq, input_precision=PRECISION)
+        dq = tl.dot(scores_left, x, dq * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
+        store_rows(_rows(grad_q, low + start, head, heads, i, K), dq, here, kk, K)
+        read += tl.sum(q_again.to(tl.float32) * dq, 1)
+    read = _settled(read, i)
+
+    scores = tl.zeros([C, C], tl.float32)
+    for begin in range(0, V, BV):
+        columns = begin + tl.arange(0, BV)
+        if V > BV:
+            given = load_rows(given_at, here, columns, V).to(OPERAND)
+            residual = load_rows(z_at, here, columns, V)
+        scores = tl.dot(residual, tl.trans(given), scores, input_precision=PRECISION)
+    decay = _pairwise(rc[None, :], rf[None, :], uc[:, None], uf[:, None], i[None, :] >= i[:, None] + LAG)
+    scores_turned = (scores * decay).to(OPERAND)
+    if LAG == 0:
+        decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
+    system = tl.zeros([C, C], tl.float32)
+    for begin in range(0, V, BV):
+        columns = begin + tl.arange(0, BV)
+        if V > BV:
+            residual = load_rows(z_at, here, columns, V)
+            y = tl.dot(transposed, load_rows(dz_at, here, columns, V), input_precision=PRECISION)
+            found = (minus[:, None] * y).to(OPERAND)
+        system = tl.dot(residual, tl.trans(found), system, input_precision=PRECISION)
+    system_turned = (system * decay * tl.load(weight + i)[None, :]).to(OPERAND)
+
+    into = _x_rows(grad_k, grad_previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
+    decayed = tl.zeros([C], tl.float32)
+    written = tl.zeros([C], tl.float32)
+    if V > BV or K > BK:
+        kept = 0.0
+    dx = tl.zeros([C, BK], tl.float32)
+    x_again = load_rows_again(x_at, there, tl.arange(0, BK), K)
+    for beginning in range(0, K, BK):
+        kk = beginning + tl.arange(0, BK)
+        if K > BK:
+            x = load_rows(x_at, there, kk, K).to(OPERAND)
+            queries = load_rows(q_at, here, kk, K).to(OPERAND)
+        x_again = load_rows_again(x_at, there, kk, K)
+
+        dx = tl.zeros([C, BK], tl.float32)
+        for begin in range(0, V, BV):
+            columns = begin + tl.arange(0, BV)
+            if V > BV:
+                y = tl.dot(transposed, load_rows(dz_at, here, columns, V), input_precision=PRECISION)
+                found = (minus[:, None] * y).to(OPERAND)
+            if V > BV or K > BK:
+                s = _load_state(states, columns, kk, V, K)
+            dx = tl.dot(found, s, dx, input_precision=PRECISION)
+        dx = tl.dot(system_left, x, dx * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
+        decayed += tl.sum(x_again.to(tl.float32) * dx, 1)
+
+        left = tl.zeros([C, BK], tl.float32)
+        for begin in range(0, V, BV):
+            columns = begin + tl.arange(0, BV)
+            if V > BV:
+                residual = load_rows(z_at, here, columns, V)
+            if V > BV or K > BK:
+                s = _load_state(states, columns, kk, V, K)
+                g = _load_state(grad_states, columns, kk, V, K)
+                kept += _product(s, g) * tl.exp2(end_c + end_f)
+            left = tl.dot(residual, g, left, input_precision=PRECISION)
+        left *= tl.exp2((end_c - uc) + (end_f - uf))[:, None]
+        kept += _product(x_again, left)
+        left = tl.dot(scores_turned, queries, left, input_precision=PRECISION)
+        left = tl.dot(system_turned, x, left, input_precision=PRECISION)
+        written += tl.sum(x_again.to(tl.float32) * left, 1)
+        dx = left + eta[:, None] * dx
+        if K > BK:  # until what the energy asks for is known
+            store_rows(into, dx, there, kk, K)
+        if SHIFT:  # the last key is a write feature of the next call, through the state
+            last = grad_k + ((low + count - 1) * heads + head) * K
+            tl.store(last + kk, tl.zeros([BK], grad_k.dtype.element_ty), mask=(kk < K) & (start + C >= count))
+
+    # Cotangents: of u_C `kept`, of u_t -`written`, of u_{t-1} `owed`, `read` of the one that is read. A step's decay is
+    # in u_t from its own token on, in u_{t-1} from the next. All but `kept` are summed over tokens as they are: there,
+    # what a pair of tokens has in two of them cancels, roundings too.
+    owed = eta * decayed
+    grad_decay = tl.cumsum(read + owed - written, 0, reverse=True) - owed - read * LAG + kept
+
+    real = count
+    if MASKED:
+        real = tl.load(lengths + sequence).to(tl.int32)
+    row = (low + place) * heads + head
+    active = pair_exists(place, real, previous_valid, previous_valid, sequence, 1, SHIFT, CARRIED)
+    beta = tl.load(gain + row, mask=active, other=0.0).to(tl.float32)
+    coefficient = tl.zeros([C], tl.float32)
+    if RIDGE > 0:
+        coefficient = tl.load(ridge + row, mask=active, other=0.0).to(tl.float32)
+    statistic = tl.load(energy + program * C + i)
+    of_gain, of_ridge, of_energy = step_gradients(
+        beta, coefficient, statistic, gained + decayed, grad_decay, active, RIDGE, DIRECT, True, DETACH, EPSILON, FLOOR
+    )
+    tl.store(grad_gain + row, of_gain, mask=here)
+    if RIDGE > 0:
+        tl.store(grad_ridge + row, of_ridge, mask=here)
+    if K > BK:
+        tl.debug_barrier()
+        for beginning in range(0, K, BK):
+            kk = beginning + tl.arange(0, BK)
+            wide = load_rows(x_at, there, kk, K).to(tl.float32)
+            own = load_rows(into, there, kk, K).to(tl.float32)
+            store_rows(into, own + 2.0 * of_energy[:, None] * wide, there, kk, K)
+    else:
+        store_rows(into, dx + 2.0 * of_energy[:, None] * x_again.to(tl.float32), there, kk, K)
 
 
 # Launches
@@ -774,7 +760,6 @@ class Plan:
         self.states = (layout.chunks, heads, value_dim, key_dim)
         self.inverse = (layout.chunks, heads, CHUNK, CHUNK)
         self.numbers = (layout.length, layout.longest, heads, layout.chunks * heads * CHUNK)
-        self.chunks = layout.chunks
         size = self.operand.itemsize
         key_tile, value_width = (launch.padded(d, size) for d in (key_dim, value_dim))
         sizes = sizes or launch.regression(device, size, key_tile)
@@ -793,9 +778,8 @@ class Plan:
 
         def across(kernel, config, constants, *flags):
             key_width = min(key_tile, config.value_tile, config.key_tile)
-            tiles = {"BK": key_width, "BV": min(value_width, config.value_tile), "RESIDENT": config.resident > 0}
-            programs = launch.programs(device, config, layout.chunks * heads)
-            return launcher(kernel, programs, config, more | constants | tiles, *flags)
+            tiles = {"BK": key_width, "BV": min(value_width, config.value_tile)}
+            return launcher(kernel, layout.chunks * heads, config, more | constants | tiles, *flags)
 
         def fitted(config):
             if value_width >= config.value_tile:
@@ -890,5 +874,5 @@ def backward(
     del w
     plan.gradients(
         q, k, v, gain, ridge, previous, before.previous_valid, lengths, weight, log_decay, energy, inverse, states, z,
-        grad_output, grad_z, grad_states, *into, grad_previous, *tables, *plan.numbers, plan.chunks,
+        grad_output, grad_z, grad_states, *into, grad_previous, *tables, *plan.numbers,
     )  # fmt: skip
