@@ -427,6 +427,19 @@ def _chunk_backward(
         grad_x_at = (grad_k + (token - lookback - SHIFT * heads) * K, key_offset)
     old = (number * heads + head) * (W - 1)
 
+    valid = count
+    if MASKED:
+        valid = tl.load(lengths + sequence).to(tl.int32)
+    place = start + row
+    number_at = (low + place) * heads + head
+    active = there & pair_exists(place, valid, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    size = window_size(place, valid, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    statistic = tl.load(energy + (number * heads + head) * TILE + row)
+    beta = tl.load(gain + number_at, mask=active, other=0.0).to(tl.float32)
+    base = beta * 0.0
+    if RIDGE > 0:
+        base = tl.load(ridge + number_at, mask=active, other=0.0).to(tl.float32)
+
     if ONCE:
         y = _tiles(y_at, has_value, V, BV, OPERAND)
         out = _tiles(out_at, there, V, BV, OPERAND)
@@ -481,19 +494,6 @@ def _chunk_backward(
     reading = tl.sum(h * column[:, None], 0)  # by the token that reads
     e = tl.exp2(end - at) * column
 
-    valid = count
-    if MASKED:
-        valid = tl.load(lengths + sequence).to(tl.int32)
-    place = start + row
-    token = (low + place) * heads + head
-    active = there & pair_exists(place, valid, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    size = window_size(place, valid, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    statistic = tl.load(energy + (number * heads + head) * TILE + row)
-    beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
-    base = beta * 0.0
-    if RIDGE > 0:
-        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
-
     z = row.to(tl.float32) * 0.0
     from_memory = z
     if ONCE:
@@ -532,7 +532,7 @@ def _chunk_backward(
                 if begin + BV >= V:
                     from_memory += tl.sum(found * again.to(tl.float32), 1)
                 of_q = tl.dot(this, tl.trans(out[begin // BV]), of_q, input_precision=PRECISION)
-            of_q *= tl.exp2(_number_at(u + zero, row - LAG))[None, :]
+            of_q *= tl.gather(tl.exp2(read_u), row, 0)[None, :]
             of_q = tl.dot(tl.trans(x[key_begin // BK]), n_m, of_q, input_precision=PRECISION)
             store_tile(grad_q_at, tl.trans(of_q.to(grad_q.dtype.element_ty)), there, columns, K)
         if not ALONE:
@@ -589,9 +589,9 @@ def _chunk_backward(
     of_gain, of_ridge, of_norm = step_gradients(
         beta, base, statistic, of_weight / size, of_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
     )
-    tl.store(grad_gain + token, of_gain, mask=there)
+    tl.store(grad_gain + number_at, of_gain, mask=there)
     if RIDGE > 0:
-        tl.store(grad_ridge + token, of_ridge, mask=there)
+        tl.store(grad_ridge + number_at, of_ridge, mask=there)
     of_norm = 2.0 * _window_sum(of_norm / size, row, -1, W)
 
     if ONCE:

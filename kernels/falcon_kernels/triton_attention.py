@@ -19,7 +19,17 @@ from . import (
     triton_regression,
     triton_schedule,
 )
-from .triton_layout import NAMESPACE, NO_TABLES, Layout, is_plain, operand_dtype
+from .launcher import Launcher
+from .triton_layout import (
+    NAMESPACE,
+    NO_TABLES,
+    TABLE_BLOCK,
+    Layout,
+    Tables,
+    fill_tables,
+    is_plain,
+    operand_dtype,
+)
 from .triton_schedule import Before
 
 GIVEN = (
@@ -71,6 +81,8 @@ class Plan:
         self.layout = _layout(batch, length, documents, self.residual, dtype, key_dim, window, per_channel)
         schedule = triton_schedule.Options(*options)
         self.memory = (self.layout.sequences, heads, key_dim, value_dim)
+        constants = {"CHUNK": self.layout.chunk, "BLOCK": TABLE_BLOCK, "num_warps": 8}
+        self.fill_tables = Launcher(fill_tables, (-(-self.layout.chunks // TABLE_BLOCK),), constants, (), aligned)
         self.channel = None
         if per_channel:
             self.channel = triton_channel_regression if self.residual else triton_channel
@@ -85,23 +97,18 @@ class Plan:
             self.layout, heads, key_dim, schedule, masked, carried, _parts(self.residual, dtype), aligned
         )
 
+    def tables(self, cu_seqlens: Tensor | None) -> Tables:
+        """Where the documents of `cu_seqlens` lie."""
+        if cu_seqlens is None:
+            return NO_TABLES
+        sequences, chunks = self.layout.sequences, self.layout.chunks
+        cu_seqlens = cu_seqlens.to(torch.int64)
+        found = Tables(cu_seqlens, cu_seqlens.new_empty(sequences + 1), cu_seqlens.new_empty(chunks))
+        self.fill_tables(*found, sequences, chunks, sequences.bit_length())
+        return found
+
 
 plan_of = lru_cache(maxsize=1024)(Plan)
-
-
-def _planned(arguments: Sequence) -> tuple[Plan, list[Tensor | None]]:
-    """The plan for an op's arguments, and its tensors as the kernels take them."""
-    tensors = [None if t is None else t.contiguous() for t in arguments[:TENSORS]]
-    options = arguments[TENSORS : TENSORS + OPTIONS.count(",") + 1]
-    q, _, v, gain, _, memory, *_, lengths, cu_seqlens = tensors
-    dtypes = tuple([None if t is None else t.dtype for t in tensors])
-    aligned = all([t is None or t.data_ptr() % 16 == 0 for t in tensors])
-    documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    plan = plan_of(
-        q.shape, v.shape[-1], dtypes, q.device, documents, lengths is not None, memory is not None, aligned,
-        gain.dim() == 4, options[:-1], options[-1],
-    )  # fmt: skip
-    return plan, tensors
 
 
 def _on_its_device(run: Callable) -> Callable:
@@ -116,7 +123,29 @@ def _on_its_device(run: Callable) -> Callable:
 
 
 @_on_its_device
-def _forward(plan: Plan, tensors: list[Tensor | None], final: bool, keep: bool) -> tuple[Tensor | None, ...]:
+def _tables(plan: Plan, tensors: list[Tensor | None]) -> Tables:
+    return plan.tables(tensors[-1])
+
+
+def _planned(arguments: Sequence) -> tuple[Plan, list[Tensor | None], Tables]:
+    """The plan for an op's arguments, its tensors as the kernels take them, and where documents lie."""
+    tensors = [None if t is None else t.contiguous() for t in arguments[:TENSORS]]
+    options = arguments[TENSORS : TENSORS + OPTIONS.count(",") + 1]
+    q, _, v, gain, _, memory, *_, lengths, cu_seqlens = tensors
+    dtypes = tuple([None if t is None else t.dtype for t in tensors])
+    aligned = all([t is None or t.data_ptr() % 16 == 0 for t in tensors])
+    documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    plan = plan_of(
+        q.shape, v.shape[-1], dtypes, q.device, documents, lengths is not None, memory is not None, aligned,
+        gain.dim() == 4, options[:-1], options[-1],
+    )  # fmt: skip
+    return plan, tensors, _tables(plan, tensors)
+
+
+@_on_its_device
+def _forward(
+    plan: Plan, tensors: list[Tensor | None], tables: Tables, final: bool, keep: bool
+) -> tuple[Tensor | None, ...]:
     """What the op returns, None for what is not wanted.
 
     Args:
@@ -129,9 +158,8 @@ def _forward(plan: Plan, tensors: list[Tensor | None], final: bool, keep: bool) 
             lengths: [B] int64 tokens of each row, the rest of which does nothing; cu_seqlens: [S + 1].
         final, keep: whether the final memory, and what the backward needs, are wanted.
     """
-    q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = tensors
+    q, k, v, gain, ridge, memory, *rest, lengths, _ = tensors
     before = Before(*rest)
-    tables = NO_TABLES if cu_seqlens is None else plan.layout.tables(cu_seqlens)
     output = torch.empty_like(v)
     final_memory = torch.empty(plan.memory, dtype=torch.float32, device=q.device) if final else None
     if plan.channel is not None:
@@ -158,18 +186,18 @@ def _forward(plan: Plan, tensors: list[Tensor | None], final: bool, keep: bool) 
 @_on_its_device
 def _backward(
     plan: Plan,
-    tensors: list[Tensor | None],
+    tensors: Sequence[Tensor | None],
+    tables: Tables,
     kept: Sequence[Tensor],
     grad_output: Tensor | None,
     grad_final: Tensor | None,
 ) -> list[Tensor]:
     """Gradients of what is given among `DIFFERENTIABLE`, in that order; `kept` are `_forward`'s results but two."""
-    q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = tensors
+    q, k, v, gain, ridge, memory, *rest, lengths, _ = tensors
     grad_output = torch.zeros_like(v) if grad_output is None else _aligned(grad_output.to(v.dtype).contiguous())
     grad_final = None if grad_final is None else _aligned(grad_final.float().contiguous())
     kept = [_aligned(t) for t in kept]
     before = Before(*rest)
-    tables = NO_TABLES if cu_seqlens is None else plan.layout.tables(cu_seqlens)
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     grad_memory = None if memory is None else torch.empty_like(memory)
     grad_before = Before()
@@ -239,7 +267,7 @@ class _Attention(torch.autograd.Function):
         tensors: Sequence[Tensor | None] = arguments[:TENSORS]
         ctx.plan = None
         if plain:
-            ctx.plan, tensors = planned = _planned(arguments)
+            ctx.plan, tensors, ctx.tables = planned = _planned(arguments)
             found = _forward(*planned, arguments[-2], True)
         else:
             with torch._C._AutoDispatchBelowAutograd():
@@ -258,7 +286,7 @@ class _Attention(torch.autograd.Function):
         if ctx.plan is None:
             found = attention_backward_op(grad_output, grad_final, *saved, *ctx.options)
         else:
-            found = _backward(ctx.plan, saved[:TENSORS], saved[TENSORS:], grad_output, grad_final)
+            found = _backward(ctx.plan, saved[:TENSORS], ctx.tables, saved[TENSORS:], grad_output, grad_final)
         grads = iter(found)
         result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         for i in DIFFERENTIABLE:
@@ -300,8 +328,8 @@ def _op(*arguments):
 
 
 def _backward_op(grad_output, grad_final, *arguments):
-    plan, tensors = _planned((*arguments[:TENSORS], *arguments[TENSORS + KEPT :]))
-    return _backward(plan, tensors, arguments[TENSORS : TENSORS + KEPT], grad_output, grad_final)
+    planned = _planned((*arguments[:TENSORS], *arguments[TENSORS + KEPT :]))
+    return _backward(*planned, arguments[TENSORS : TENSORS + KEPT], grad_output, grad_final)
 
 
 for _device in ("CPU", "CUDA"):

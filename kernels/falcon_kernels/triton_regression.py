@@ -566,6 +566,16 @@ def _gradients(
     place = start + i
     here = place < count
     there = exists(place, here, SHIFT, CARRIED)
+    real = count
+    if MASKED:
+        real = tl.load(lengths + sequence).to(tl.int32)
+    row = (low + place) * heads + head
+    active = pair_exists(place, real, previous_valid, previous_valid, sequence, 1, SHIFT, CARRIED)
+    beta = tl.load(gain + row, mask=active, other=0.0).to(tl.float32)
+    coefficient = tl.zeros([C], tl.float32)
+    if RIDGE > 0:
+        coefficient = tl.load(ridge + row, mask=active, other=0.0).to(tl.float32)
+    statistic = tl.load(energy + program * C + i)
     given_at = _rows(grad_output, low + start, head, heads, i, V)
     dz_at = _rows(grad_z, low + start, head, heads, i, V)
     z_at = _rows(z, low + start, head, heads, i, V)
@@ -717,16 +727,6 @@ def _gradients(
     owed = eta * decayed
     grad_decay = tl.cumsum(read + owed - written, 0, reverse=True) - owed - read * LAG + kept
 
-    real = count
-    if MASKED:
-        real = tl.load(lengths + sequence).to(tl.int32)
-    row = (low + place) * heads + head
-    active = pair_exists(place, real, previous_valid, previous_valid, sequence, 1, SHIFT, CARRIED)
-    beta = tl.load(gain + row, mask=active, other=0.0).to(tl.float32)
-    coefficient = tl.zeros([C], tl.float32)
-    if RIDGE > 0:
-        coefficient = tl.load(ridge + row, mask=active, other=0.0).to(tl.float32)
-    statistic = tl.load(energy + program * C + i)
     of_gain, of_ridge, of_energy = step_gradients(
         beta, coefficient, statistic, gained + decayed, grad_decay, active, RIDGE, DIRECT, True, DETACH, EPSILON, FLOOR
     )
