@@ -31,7 +31,8 @@ dv = eta o Y, deta = Y o r, and that of x_i x_s', which is -exp(u_{i-1} - u_s) o
                gradients
 
 Both solves hold S' and G', [V, K], whose products with x have them as left operands, in registers, and give tiles
-[V, 16] of which a channel's 16 tokens lie in few threads. Long sequences are not cut into parts here.
+[V, 16] of which a channel's 16 tokens lie in four neighbouring threads, as long as a warp has 16 channels: the
+substitution then waits for no other warp. Narrower tiles would make no step of it shorter. Long sequences are not cut into parts here.
 
 Elements moved per token and head: solve K + 2V + gain + u + KV/C, unsolve 2K + 3V + gain + u + KV/C, within
 2K + 2V + u; gains in float32 and u count twice.
@@ -43,7 +44,6 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch, triton_channel
-from .launcher import Launcher
 from .triton_channel import (
     BLOCK,
     BLOCK_BITS,
@@ -242,12 +242,8 @@ class Plan(triton_channel.Plan):
         sizes = self.sizes
         self.gram = (layout.chunks, self.heads, layout.chunk, BLOCK.value)
 
-        def along(kernel, config: launch.Config) -> Launcher:
-            if self.operand.itemsize == 2:
-                config = launch.narrower(device, config, self.rows, value_dim, self.key_tile)
-            return self.launcher(kernel, self.rows * self._tiles(config), config, "FINAL")
-
-        self.solve, self.unsolve = along(_solve, sizes.solve), along(_unsolve, sizes.unsolve)
+        self.solve = self.launcher(_solve, self.rows * self._tiles(sizes.solve), sizes.solve, "FINAL")
+        self.unsolve = self.launcher(_unsolve, self.rows * self._tiles(sizes.unsolve), sizes.unsolve, "FINAL")
         self.within = self.launcher(_within, self.all_chunks * self._tiles(sizes.within), sizes.within)
 
 
