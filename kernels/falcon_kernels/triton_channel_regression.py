@@ -32,7 +32,8 @@ dv = eta o Y, deta = Y o r, and that of x_i x_s', which is -exp(u_{i-1} - u_s) o
 
 Both solves hold S' and G', [V, K], whose products with x have them as left operands, in registers, and give tiles
 [V, 16] of which a channel's 16 tokens lie in four neighbouring threads, as long as a warp has 16 channels: the
-substitution then waits for no other warp. Narrower tiles would make no step of it shorter. Long sequences are not cut into parts here.
+substitution then waits for no other warp. Narrower tiles would make no step of it shorter. Long sequences are not cut
+into parts here.
 
 Elements moved per token and head: solve K + 2V + gain + u + KV/C, unsolve 2K + 3V + gain + u + KV/C, within
 2K + 2V + u; gains in float32 and u count twice.
