@@ -109,10 +109,10 @@ def _solve(
     if CARRIED:
         s = tl.load(memory + program * K * V + matrix, mask=inside, other=0.0)
 
+    tl.store(states + (number * heads + head) * K * V + matrix, s, mask=inside & (count > 0))
     for start in range(0, count, BLOCK):
         there = i < count - start
         chunk = (number + start // C) * heads + head
-        tl.store(states + chunk * K * V + matrix, s, mask=inside & (start % C == 0))
         row = chunk * C + start % C
         at, before, middle, end = _decays(log_decay + row * V, start % C, i, channels, V)
         token = ((low + start) * heads + head).to(tl.int64) * V
@@ -133,6 +133,9 @@ def _solve(
         tl.store(pointers, r, mask=there[None, :] & (channels < V)[:, None])
         z = (tl.exp2(end - at) * eta * r).to(OPERAND)
         s = tl.dot(z, x, s * tl.exp2(end), input_precision=PRECISION)
+        following = start + BLOCK
+        if (following % C == 0) & (following < count):
+            tl.store(states + ((number + following // C) * heads + head) * K * V + matrix, s, mask=inside)
     if FINAL:
         tl.store(final + program * K * V + matrix, s, mask=inside)
 
@@ -199,12 +202,12 @@ def _unsolve(
         g = tl.load(grad_final + program * K * V + matrix, mask=inside, other=0.0)
 
     blocks = (count + BLOCK - 1) // BLOCK
+    last = (number + (count - 1) // C) * heads + head
+    tl.store(grad_states + last * K * V + matrix, g, mask=inside & (count > 0))
     for back in range(0, blocks):
         start = (blocks - 1 - back) * BLOCK
         there = i < count - start
         chunk = (number + start // C) * heads + head
-        leaves = (back == 0) | (start % C == C - BLOCK)
-        tl.store(grad_states + chunk * K * V + matrix, g, mask=inside & leaves)
         row = chunk * C + start % C
         at, before, middle, end = _decays(log_decay + row * V, start % C, i, channels, V)
         token = ((low + start) * heads + head).to(tl.int64) * V
@@ -231,6 +234,8 @@ def _unsolve(
             out *= tl.exp2(before)
         g = tl.dot(out.to(OPERAND), queries, g * tl.exp2(end), input_precision=PRECISION)
         g = tl.dot((-tl.exp2(before) * eta * of_z).to(OPERAND), x, g, input_precision=PRECISION)
+        if (start % C == 0) & (start > 0):
+            tl.store(grad_states + (chunk - heads) * K * V + matrix, g, mask=inside)
     if CARRIED:
         tl.store(grad_memory + program * K * V + matrix, g, mask=inside)
 
