@@ -28,16 +28,18 @@ each sum over s or t taken apart as above, and deta = v o dZ, dv = eta o dZ. A l
 channel, all that passes over its step: suffix sums of o_t o dO_t less z_s o dZ_s, without the pairs s = t, which
 cancel, and prefix sums of what goes from tokens to the memory that the chunk leaves.
 
-    rates      u, energies, and what gains are multiplied by    one program per (chunk, head)
-    pass       O, S                                             one per (sequence, part, head, V tile), over its chunks
-    reverse    G                                                the same, backwards
-    gradients  all others                                       one per (chunk, head), ends with the schedule's
+    forward    rates      u, energies, what gains are multiplied by    one program per (chunk, head)
+               pass       S                                            one per (sequence, part, head, V tile)
+               read       O                                            one per (chunk, head, V tile)
+    backward   reverse    G                                            as pass, backwards
+               channels   dv and gain's, sums for ridge and energy     one per (chunk, head, V tile)
+               keys       dQ, dX, ridge's                              one per (chunk, head)
 
 Parts, of long sequences in small batches, are those of triton_additive.py, with a decay per channel.
 
-Elements moved per token and head, u counting twice, being float32 beside operands of 2 bytes, and gains too if they
-are: rates K + gain + u, pass 2K + 2V + gain + u + KV/C where gradients are wanted, reverse K + V + u + KV/C, gradients
-4K + 4V + 2 gain + 2u + 2KV/C.
+Elements moved per token and head, u and gains in float32 counting twice beside operands of 2 bytes: rates K + gain + u,
+pass K + V + gain + u + KV/C, read 2K + 2V + gain + u + KV/C, reverse K + V + u + KV/C, channels 2K + 3V + 2 gain + u +
+2KV/C, keys 4K + 2V + gain + u + 2KV/C. Kept for the backward are u and S.
 """
 
 import torch
