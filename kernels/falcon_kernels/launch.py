@@ -120,7 +120,7 @@ CHANNEL = {  # keys as in TABLE
     ("large", 2, 64): Channel(
         Config(64, 4, 1, 64),
         Config(64, 4, 3),
-        Config(64, 4, 1, 64),
+        Config(64, 8, 1, 64, 128),
         Config(64, 4, 3),
         Config(64, 8, 1, 64),
         Config(64, 8, 1, 64),
@@ -131,7 +131,7 @@ CHANNEL = {  # keys as in TABLE
     ("large", 2, 128): Channel(
         Config(64, 4, 1, 64),
         Config(64, 4, 3),
-        Config(64, 4, 1, 64),
+        Config(64, 8, 1, 64, 128),
         Config(64, 4, 3),
         Config(64, 8, 1, 64),
         Config(64, 8, 1, 64),
@@ -142,7 +142,7 @@ CHANNEL = {  # keys as in TABLE
     ("large", 2, 256): Channel(
         Config(64, 4, 1, 64),
         Config(64, 8, 2),
-        Config(64, 4, 1, 64),
+        Config(64, 8, 1, 64, 128),
         Config(64, 8, 2),
         Config(64, 8, 1, 64),
         Config(64, 8, 1, 64),
@@ -153,7 +153,7 @@ CHANNEL = {  # keys as in TABLE
     ("safe", 2, 64): Channel(
         Config(64, 4, 1, 64),
         Config(64, 4, 2),
-        Config(64, 4, 1, 64),
+        Config(64, 8, 1, 64),
         Config(64, 4, 2),
         Config(64, 8, 1, 64),
         Config(64, 8, 1, 64),
@@ -164,7 +164,7 @@ CHANNEL = {  # keys as in TABLE
     ("safe", 2, 128): Channel(
         Config(64, 4, 1, 64),
         Config(64, 4, 1),
-        Config(64, 4, 1, 64),
+        Config(64, 8, 1, 64),
         Config(64, 4, 1),
         Config(64, 8, 1, 64),
         Config(64, 8, 1, 64),
@@ -175,7 +175,7 @@ CHANNEL = {  # keys as in TABLE
     ("safe", 2, 256): Channel(
         Config(64, 4, 1, 64),
         Config(64, 8, 1),
-        Config(64, 4, 1, 64),
+        Config(64, 8, 1, 64),
         Config(64, 8, 1),
         Config(64, 8, 1, 64),
         Config(64, 8, 1, 64),
