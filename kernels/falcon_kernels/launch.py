@@ -31,7 +31,7 @@ LARGEST_WINDOW = 65  # a tile of 128 pairs
 # (card, bytes of an operand, `padded` K): forward pass, reverse pass, backward of a chunk
 TABLE = {
     ("large", 2, 64): (Config(64, 4, 2, registers=168), Config(64, 4, 3), Config(64, 4, 1, 64, 168, True)),
-    ("large", 2, 128): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 4, 1, 128)),
+    ("large", 2, 128): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 4, 1, 64, None, True)),
     ("large", 2, 256): (Config(64, 8, 2), Config(64, 8, 2), Config(64, 8, 1, 64, 128)),
     ("safe", 2, 64): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1, 64)),
     ("safe", 2, 128): (Config(32, 8, 1), Config(32, 4, 2), Config(32, 8, 1, 64)),
