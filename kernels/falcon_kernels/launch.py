@@ -116,108 +116,24 @@ class Channel(NamedTuple):
     unsolve: Config
 
 
+def _channel(passes: Config, solves: Config, tile: int = 64, registers: int | None = None) -> Channel:
+    """Passes and solves go along sequences; the other kernels, each on a chunk, are launched alike everywhere."""
+    few, many = Config(tile, 4, 1, tile), Config(tile, 8 if tile == 64 else 4, 1, tile)
+    return Channel(few, passes, many._replace(registers=registers), passes, many, many, solves, few, solves)
+
+
 CHANNEL = {  # keys as in TABLE
-    ("large", 2, 64): Channel(
-        Config(64, 4, 1, 64),
-        Config(64, 4, 3),
-        Config(64, 8, 1, 64, 128),
-        Config(64, 4, 3),
-        Config(64, 8, 1, 64),
-        Config(64, 8, 1, 64),
-        Config(64, 4, 2),
-        Config(64, 4, 1, 64),
-        Config(64, 4, 2),
-    ),
-    ("large", 2, 128): Channel(
-        Config(64, 4, 1, 64),
-        Config(64, 4, 3),
-        Config(64, 8, 1, 64, 128),
-        Config(64, 4, 3),
-        Config(64, 8, 1, 64),
-        Config(64, 8, 1, 64),
-        Config(64, 4, 2),
-        Config(64, 4, 1, 64),
-        Config(64, 4, 2),
-    ),
-    ("large", 2, 256): Channel(
-        Config(64, 4, 1, 64),
-        Config(64, 8, 2),
-        Config(64, 8, 1, 64, 128),
-        Config(64, 8, 2),
-        Config(64, 8, 1, 64),
-        Config(64, 8, 1, 64),
-        Config(64, 8, 2),
-        Config(64, 4, 1, 64),
-        Config(64, 8, 2),
-    ),
-    ("safe", 2, 64): Channel(
-        Config(64, 4, 1, 64),
-        Config(64, 4, 2),
-        Config(64, 8, 1, 64),
-        Config(64, 4, 2),
-        Config(64, 8, 1, 64),
-        Config(64, 8, 1, 64),
-        Config(64, 4, 2),
-        Config(64, 4, 1, 64),
-        Config(64, 4, 2),
-    ),
-    ("safe", 2, 128): Channel(
-        Config(64, 4, 1, 64),
-        Config(64, 4, 1),
-        Config(64, 8, 1, 64),
-        Config(64, 4, 1),
-        Config(64, 8, 1, 64),
-        Config(64, 8, 1, 64),
-        Config(64, 4, 1),
-        Config(64, 4, 1, 64),
-        Config(64, 4, 1),
-    ),
-    ("safe", 2, 256): Channel(
-        Config(64, 4, 1, 64),
-        Config(64, 8, 1),
-        Config(64, 8, 1, 64),
-        Config(64, 8, 1),
-        Config(64, 8, 1, 64),
-        Config(64, 8, 1, 64),
-        Config(64, 8, 1),
-        Config(64, 4, 1, 64),
-        Config(64, 8, 1),
-    ),
+    ("large", 2, 64): _channel(Config(64, 4, 3), Config(64, 4, 2), registers=128),
+    ("large", 2, 128): _channel(Config(64, 4, 3), Config(64, 4, 2), registers=128),
+    ("large", 2, 256): _channel(Config(64, 8, 2), Config(64, 8, 2), registers=128),
+    ("safe", 2, 64): _channel(Config(64, 4, 2), Config(64, 4, 2)),
+    ("safe", 2, 128): _channel(Config(64, 4, 1), Config(64, 4, 1)),
+    ("safe", 2, 256): _channel(Config(64, 8, 1), Config(64, 8, 1)),
 }
 WIDE_CHANNEL = {  # 4-byte operands, on any card, by K
-    64: Channel(
-        Config(32, 4, 1, 32),
-        Config(32, 4, 1),
-        Config(32, 4, 1, 32),
-        Config(32, 4, 1),
-        Config(32, 4, 1, 32),
-        Config(32, 4, 1, 32),
-        Config(32, 4, 1),
-        Config(32, 4, 1, 32),
-        Config(32, 4, 1),
-    ),
-    128: Channel(
-        Config(32, 4, 1, 32),
-        Config(16, 8, 1),
-        Config(32, 4, 1, 32),
-        Config(16, 8, 1),
-        Config(32, 4, 1, 32),
-        Config(32, 4, 1, 32),
-        Config(16, 8, 1),
-        Config(32, 4, 1, 32),
-        Config(16, 8, 1),
-    ),
-    256: Channel(
-        Config(32, 4, 1, 32),
-        Config(16, 8, 1),
-        Config(32, 4, 1, 32),
-        Config(16, 8, 1),
-        Config(32, 4, 1, 32),
-        Config(32, 4, 1, 32),
-        Config(16, 8, 1),
-        Config(32, 4, 1, 32),
-        Config(16, 8, 1),
-    ),
+    64: _channel(Config(32, 4, 1), Config(32, 4, 1), 32),
+    128: _channel(Config(16, 8, 1), Config(16, 8, 1), 32),
+    256: _channel(Config(16, 8, 1), Config(16, 8, 1), 32),
 }
 
 
