@@ -119,12 +119,13 @@ def test_head_dimensions(name, K, V):
     compare(Rule(name), *case(Rule(name), 18, K=K, V=V))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_sequences_cut_into_parts(name, monkeypatch):
+def test_sequences_cut_into_parts(monkeypatch):
+    """Which falcon_2, whose chunks are no affine maps that would be quick to put together, is not."""
     monkeypatch.setattr(launch, "segments", lambda *_: 3)
-    compare(Rule(name), *case(Rule(name), 165))
+    rule = Rule("falcon_2a")
+    compare(rule, *case(rule, 165))
     bounds = torch.tensor([0, 5, 75, 75, 108], device=DEVICE)
-    compare(Rule(name), *case(Rule(name), 108, S=4), cu_seqlens=bounds)
+    compare(rule, *case(rule, 108, S=4), cu_seqlens=bounds)
 
 
 @pytest.mark.parametrize("timing", ["read_before_write", "read_after_write"])
@@ -210,8 +211,8 @@ def test_the_same_bits_every_time_and_in_every_batch(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_custom_ops_keep_their_contract(name, packed):
     rule = Rule(name)
-    inputs, state = as_leaves(*case(rule, 20, S=3 if packed else 1))
-    bounds = torch.tensor([0, 1, 9, 20], device=DEVICE) if packed else None
+    inputs, state = as_leaves(*case(rule, 9, S=3 if packed else 1))
+    bounds = torch.tensor([0, 1, 6, 9], device=DEVICE) if packed else None
     arguments = (
         *inputs.values(), *state[:6], None, bounds, 1, True, triton_schedule.RIDGE[rule.ridge], False, rule.residual,
         rule.detach_energy, 1e-6, 0.01, False, True, False,
