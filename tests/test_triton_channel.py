@@ -6,7 +6,18 @@ Without a GPU they run in Triton's interpreter.
 import interpreter
 import pytest
 import torch
-from cases import VARIANTS, assert_same, assert_same_results, attend, gradients, leaves, make_inputs, make_state
+from cases import (
+    VARIANTS,
+    assert_same,
+    assert_same_results,
+    assert_same_state,
+    attend,
+    cut,
+    gradients,
+    leaves,
+    make_inputs,
+    make_state,
+)
 from falcon_kernels import Rule, launch
 
 interpreter.require()
@@ -205,6 +216,18 @@ def test_the_same_bits_every_time_and_in_every_batch(name):
     for a, b, alone in zip(*runs, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a[1:2], alone)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_split_with_the_carried_state_is_one_pass(name):
+    inputs, _ = as_leaves(*case(Rule(name), 40, carried=False))
+    inputs = {n: t.detach() for n, t in inputs.items()}
+    whole = attend(inputs, Rule(name), impl="triton")
+    for split in (1, 16, 33):
+        begun = attend(cut(inputs, 0, split), Rule(name), impl="triton")
+        ended = attend(cut(inputs, split, 40), Rule(name), initial_state=begun.final_state, impl="triton")
+        assert_same(torch.cat([begun.output, ended.output], 1), whole.output, 1e-6, f"split at {split}")
+        assert_same_state(ended.final_state, whole.final_state, 1e-6)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -648,8 +648,8 @@ class Plan:
             "PRECISION": "tf32" if dtype == torch.float16 else "ieee",
         } | options.constants()  # fmt: skip
 
-        programs = 0 if residual else self.rows * self._tiles(sizes.forward)
-        segments = launch.segments(device, programs, layout.longest) if programs else 1
+        programs = self.rows * self._tiles(sizes.forward)
+        segments = 1 if residual else launch.segments(device, programs, layout.longest)
         part_chunks = -(-layout.longest // segments)
         self.parts = -(-layout.longest // part_chunks)
         self.along = (layout.length, self.heads, layout.longest, self.parts, part_chunks)
