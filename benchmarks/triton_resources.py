@@ -92,9 +92,8 @@ def launches(card: str, dtype: torch.dtype, key_dim: int, window: int, carried: 
     lookback = {"LOOKBACK": triton.next_power_of_2(max(window - 1, 1))}
     if window > 1:
         yield "lookback", triton_additive._add_lookback, launch.Config(0, 4, 3), row | rule | lookback | {"BV": tile}
-    most, warps = (64, 8) if window > 1 else (128, 4)
-    schedule = row | rule | step | {"BK": min(tile, most), "PARTS": 1}
-    yield "schedule", triton_schedule._forward, launch.Config(0, warps, 3), schedule
+    schedule = row | rule | step | {"BK": min(tile, 128), "PARTS": 1}
+    yield "schedule", triton_schedule._forward, launch.Config(0, 4, 3), schedule
 
 
 def regression(card: str, dtype: torch.dtype, key_dim: int):

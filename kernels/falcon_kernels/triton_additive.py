@@ -50,7 +50,7 @@ from .triton_layout import (
     v_rows,
     x_rows,
 )
-from .triton_schedule import Before, Options, pair_exists, step_gradients, window_size
+from .triton_schedule import Before, Options, moved, pair_exists, step_gradients, window_size, window_sum
 
 UNROLLED = tl.constexpr(8)  # largest window whose diagonals are not a loop
 
@@ -239,14 +239,6 @@ def _carry(
 
 
 @triton.jit
-def _moved(numbers, by, row):
-    """[TILE] of the numbers `by` rows further down, 0 where there are none."""
-    place = row + by
-    inside = (place >= 0) & (place < row.shape[0])
-    return tl.where(inside, tl.gather(numbers, tl.where(inside, place, row), 0), 0.0)
-
-
-@triton.jit
 def _apart(row, by):
     """Which columns are `by` further than their row."""
     return row[None, :] - row[:, None] == by
@@ -288,8 +280,8 @@ def _diagonal_sum(h, row, by):
 @triton.jit
 def _reads_at(weights, decays, past, got, now, i, u, w, row):
     """Adds to the sums of `_by_step` what is read of pairs with i writes to come; and what is read before those."""
-    weights += _moved(past + now, i, row)
-    decays += _moved(now * got - past * _number_at(w, row - i), i, row)
+    weights += moved(past + now, i, row)
+    decays += moved(now * got - past * _number_at(w, row - i), i, row)
     return weights, decays, (past + now) * tl.exp2(_one_decay(u, row, i))
 
 
@@ -320,27 +312,12 @@ def _by_step(past, h, u, w, row, LAG: tl.constexpr, W: tl.constexpr):
         for d in range(W):
             i = W - 1 - d
             got *= tl.exp2(_one_decay(u, row, i))
-            decays += _moved(_diagonal_sum(h, row, LAG - i) * got, i, row)
+            decays += moved(_diagonal_sum(h, row, LAG - i) * got, i, row)
             got += _number_at(w, row - i)
         for i in range(W):
             now = _diagonal_sum(h, row, LAG - i)
             weights, decays, past = _reads_at(weights, decays, past, got * 0.0, now, i, u, w, row)
     return weights, decays
-
-
-@triton.jit
-def _window_sum(numbers, row, SIGN: tl.constexpr, W: tl.constexpr):
-    """[TILE] sums of W numbers, from each row's own on down, or with a SIGN of -1 up."""
-    total = numbers
-    for bit in tl.static_range(7):
-        if W >> bit & 1:
-            if W & ((1 << bit) - 1):
-                total += _moved(numbers, SIGN * (W & ((1 << bit) - 1)), row)
-            else:
-                total = numbers
-        if W >> bit > 1:
-            numbers += _moved(numbers, SIGN * (1 << bit), row)
-    return total
 
 
 @triton.jit
@@ -580,8 +557,8 @@ def _chunk_backward(
             again += (load_tile_again(x_at, zero, readable, key_begin + tl.arange(0, BK), K),)
     reading += from_memory
     if LAG > 0:
-        reading = _moved(reading, LAG, row)  # by the step after which it is read
-    of_end = tl.exp2(end - at) * _window_sum(z, row, 1, W)
+        reading = moved(reading, LAG, row)  # by the step after which it is read
+    of_end = tl.exp2(end - at) * window_sum(z, row, 1, W)
     of_weight = by_weight + of_end
     passed = weight * of_end
     of_decay = tl.cumsum(reading + by_decay, 0, reverse=True) + tl.cumsum(passed, 0) - passed
@@ -592,7 +569,7 @@ def _chunk_backward(
     tl.store(grad_gain + number_at, of_gain, mask=there)
     if RIDGE > 0:
         tl.store(grad_ridge + number_at, of_ridge, mask=there)
-    of_norm = 2.0 * _window_sum(of_norm / size, row, -1, W)
+    of_norm = 2.0 * window_sum(of_norm / size, row, -1, W)
 
     if ONCE:
         for key_begin in tl.static_range(0, K, BK):
