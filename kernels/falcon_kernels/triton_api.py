@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import launch, triton_attention, triton_device
+from . import launch, triton_attention, triton_device, triton_window
 from .compaction import compaction
 from .rule import Rule
 from .state import FalconState
 from .triton_schedule import RIDGE
+from .triton_smoothness import SMOOTHNESS
 
-RULES = ("falcon_1", "falcon_1a", "falcon_3a")
+RULES = ("falcon_1", "falcon_3", "falcon_1a", "falcon_3a")
 LARGEST_WIDTH = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -60,10 +61,12 @@ def attention(
         if state is not None:
             memory = torch.cat([memory, state.normalizer.float()[..., None]], -1)
             tail_v = None if tail_v is None else pad(tail_v, (0, 1), value=1)
+    smoothness = SMOOTHNESS["trace" if rule.smoothness is None or rule.window == 1 else rule.smoothness]
     output, memory = triton_attention.attention(
         q, k, values, gain, ridge, memory, previous_key, previous_valid, tail_x, tail_v, tail_valid, lengths,
         cu_seqlens, rule.window, rule.shifted, RIDGE[rule.ridge], rule.step_size == "direct", rule.residual,
-        rule.detach_energy, rule.epsilon, rule.decay_floor, rule.timing == "read_before_write", final_state,
+        rule.detach_energy, rule.epsilon, rule.decay_floor, smoothness,
+        rule.timing == "read_before_write", final_state,
     )  # fmt: skip
     if rule.normalized_read:
         output = (output[..., :-1].float() / (output[..., -1:].float() + rule.read_epsilon)).to(v.dtype)
@@ -145,8 +148,9 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> str | None:
         return f"rule is {rule.name}; with impl='triton' it must be one of {', '.join(RULES)}."
     if max(q.shape[-1], v.shape[-1]) > LARGEST_WIDTH:
         return f"q and v are {q.shape[-1]} and {v.shape[-1]} wide; with impl='triton' at most {LARGEST_WIDTH} is taken."
-    if rule.window > launch.LARGEST_WINDOW:
-        return f"rule.window is {rule.window}; with impl='triton' it must be at most {launch.LARGEST_WINDOW}."
+    largest = triton_window.LARGEST_WINDOW if rule.residual else launch.LARGEST_WINDOW
+    if rule.window > largest:
+        return f"rule.window is {rule.window}; with impl='triton' it must be at most {largest}."
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
             return (

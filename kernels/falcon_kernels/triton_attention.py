@@ -11,7 +11,7 @@ from functools import lru_cache, wraps
 import torch
 from torch import Tensor
 
-from . import triton_additive, triton_device, triton_regression, triton_schedule
+from . import triton_additive, triton_device, triton_regression, triton_schedule, triton_window
 from .triton_layout import NAMESPACE, NO_TABLES, Layout, is_plain, operand_dtype
 from .triton_schedule import Before
 
@@ -21,7 +21,7 @@ GIVEN = (
 )
 OPTIONS = (
     "int window, bool shifted, int ridge_mode, bool direct, bool residual, bool detach_energy, float epsilon, "
-    "float decay_floor, bool before"
+    "float decay_floor, int smoothness, bool before"
 )
 TENSORS = GIVEN.count("Tensor")
 KEPT = 6  # for the backward, after the first two of what the op returns
@@ -45,7 +45,10 @@ def _parts(residual: bool, dtype: torch.dtype) -> int:
 
 
 def _layout(batch, length, documents, residual, dtype, key_dim, window) -> Layout:
-    chunk = triton_regression.CHUNK if residual else triton_additive.chunk_length(dtype, key_dim, window)
+    if not residual:
+        chunk = triton_additive.chunk_length(dtype, key_dim, window)
+    else:
+        chunk = triton_regression.CHUNK if window == 1 else triton_window.chunk_length(window)
     return Layout.of(batch, length, documents, chunk)
 
 
@@ -58,7 +61,11 @@ class Plan:
         dtype, self.carried = dtypes[0], carried
         self.layout = _layout(batch, length, documents, self.residual, dtype, key_dim, window)
         schedule = triton_schedule.Options(*options)
-        core = triton_regression.Plan if self.residual else triton_additive.Plan
+        self.sliding = window > 1
+        if not self.residual:
+            core = triton_additive.Plan
+        else:
+            core = triton_window.Plan if self.sliding else triton_regression.Plan
         self.core = core(self.layout, shape, value_dim, dtype, device, schedule, before, masked, carried, aligned)
         self.schedule = triton_schedule.Plan(
             self.layout, heads, key_dim, schedule, masked, carried, _parts(self.residual, dtype), aligned
@@ -116,14 +123,15 @@ def _forward(plan: Plan, tensors: list[Tensor | None], final: bool, keep: bool) 
     output = torch.empty_like(v)
     final_memory = torch.empty(plan.memory, dtype=torch.float32, device=q.device) if final else None
     kept: tuple[Tensor | None, ...] = (None, None, None)
-    if plan.residual:
+    if plan.residual and not plan.sliding:
         made = triton_regression.forward(
             plan.core, tables, q, k, v, weight, log_decay, memory, before.previous_key, output, final_memory
         )
         kept = made if keep else kept
     else:
         states = torch.empty(plan.core.states, dtype=plan.core.operand, device=q.device) if keep else None
-        triton_additive.forward(
+        core = triton_window if plan.residual else triton_additive
+        core.forward(
             plan.core, tables, q, k, v, weight, log_decay, memory, before, output, states, final_memory
         )
         kept = (None, states, None)
@@ -152,14 +160,15 @@ def _backward(
         key, _, tail_x, tail_v, _ = (None if t is None else torch.zeros_like(t) for t in before)
         grad_before = Before(key, None, tail_x, tail_v)
     grad_gain, grad_ridge = torch.empty_like(gain), None if ridge is None else torch.empty_like(ridge)
-    if plan.residual:
+    if plan.residual and not plan.sliding:
         triton_regression.backward(
             plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, kept,
             (grad_q, grad_k, grad_v, grad_gain, grad_ridge), grad_memory, grad_before.previous_key,
         )  # fmt: skip
     else:
         weight, log_decay, energy, _, states, _ = kept
-        triton_additive.backward(
+        core = triton_window if plan.residual else triton_additive
+        core.backward(
             plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, weight, log_decay,
             energy, states, (grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory), grad_before,
         )  # fmt: skip
@@ -184,12 +193,13 @@ def _fake(*arguments):
     numbers = triton_schedule.shapes(layout, heads, window, _parts(residual, q.dtype))
     inverse, states, residuals = (v.new_empty(0) for _ in range(3))
     wide = operand_dtype(q.dtype)
-    if residual and keep:
+    if residual and keep and window == 1:
         inverse = v.new_empty((layout.chunks, heads, layout.chunk, layout.chunk), dtype=torch.float32)
         states = v.new_empty((layout.chunks, heads, value_dim, key_dim), dtype=wide)
         residuals = v.new_empty(v.shape, dtype=wide)
     elif keep:
-        states = v.new_empty((layout.chunks, heads, key_dim, value_dim), dtype=wide)
+        matrix = (value_dim, key_dim) if residual else (key_dim, value_dim)
+        states = v.new_empty((layout.chunks, heads, *matrix), dtype=wide)
     three = (v.new_empty(shape, dtype=torch.float32) for shape in numbers)
     return v.new_empty(v.shape), memory, *three, inverse, states, residuals
 
@@ -241,7 +251,7 @@ def attention(*arguments) -> tuple[Tensor, Tensor | None]:
 
     Args:
         arguments: `GIVEN`, as in `_forward`; `OPTIONS`, of which ridge_mode is a value of `triton_schedule.RIDGE`,
-            direct has gain be the step size, and before reads before the write; then `final`.
+            smoothness one of `triton_smoothness.SMOOTHNESS`, direct has gain be the step size, and before reads before the write; then `final`.
     """
     arguments = (*arguments, False)
     if torch.compiler.is_compiling() or not is_plain(arguments[0]):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .launcher import Launcher
 from .triton_layout import NUMBERS, Layout, Tables, chunk_of, exists, load_rows, x_rows
+from .triton_smoothness import smoothness, windows
 
 RIDGE = {"none": 0, "direct": 1, "scale_coupled": 2}
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -99,6 +100,7 @@ def _forward(
     K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, PARTS: tl.constexpr, RIDGE: tl.constexpr,
     DIRECT: tl.constexpr, CAPPED: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
+    SMOOTHNESS: tl.constexpr,
 ):  # fmt: skip
     """The W - 1 pairs before a chunk and its own C, at most, are the TILE rows of one tile."""
     program = tl.program_id(0).to(tl.int64)
@@ -110,15 +112,19 @@ def _forward(
     if MASKED:
         count = tl.load(lengths + sequence).to(tl.int32)
     there = pair_exists(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    pair = place - (W - 1)
-    readable = there
-    if W > 1:
-        readable = pair_exists(pair, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    x = x_rows(k, previous, tail, sequence, low, start, step - (W - 1), head, heads, K, W, SHIFT, CARRIED)
-    statistic = _norms(x, readable, TILE, K, BK)
-    if W > 1:
-        apart = step[None, :] - step[:, None]  # of a row and the row of a token's oldest pair
-        statistic = tl.sum(tl.where((apart >= 0) & (apart < W), statistic[None, :], 0.0), 1)
+    if SMOOTHNESS > 0:
+        gram = windows(k, previous, tail, sequence, low, count, start, step, head, heads, K, BK, W, SHIFT, CARRIED)
+        statistic, _ = smoothness(gram, W, SMOOTHNESS)
+    else:
+        pair = place - (W - 1)
+        readable = there
+        if W > 1:
+            readable = pair_exists(pair, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+        x = x_rows(k, previous, tail, sequence, low, start, step - (W - 1), head, heads, K, W, SHIFT, CARRIED)
+        statistic = _norms(x, readable, TILE, K, BK)
+        if W > 1:
+            apart = step[None, :] - step[:, None]  # of a row and the row of a token's oldest pair
+            statistic = tl.sum(tl.where((apart >= 0) & (apart < W), statistic[None, :], 0.0), 1)
     size = window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
     statistic = statistic / size
     token = (low + place) * heads + head
@@ -211,6 +217,7 @@ class Options(NamedTuple):
     detach_energy: bool
     epsilon: float
     decay_floor: float
+    smoothness: int = 0  # a value of `SMOOTHNESS`; 0 is the mean squared norm
 
     def constants(self) -> dict[str, object]:
         """As the kernels name them, those of the way back included."""
@@ -244,10 +251,13 @@ class Plan:
         self.numbers = (layout.length, layout.longest, heads)
         self.shapes = shapes(layout, heads, options.window, parts)
         most, warps = (64, 8) if options.window > 1 else (128, 4)  # channels at a time: windows take registers too
+        if options.smoothness:
+            most, warps = 32, 1  # a thread a token
         constants = {
             "K": key_dim, "BK": min(triton.next_power_of_2(key_dim), most), "W": options.window,
             "SHIFT": int(options.shifted), "C": layout.chunk, "TILE": self.shapes[2][2], "MASKED": masked,
-            "PACKED": layout.packed, "CARRIED": carried, "PARTS": parts, "num_warps": warps,
+            "PACKED": layout.packed, "CARRIED": carried, "PARTS": parts, "SMOOTHNESS": options.smoothness,
+            "num_warps": warps,
         } | options.constants()  # fmt: skip
         del constants["DETACH"]  # asks nothing of the forward
         self.forward = Launcher(_forward, (layout.chunks * heads,), constants, aligned=aligned)
