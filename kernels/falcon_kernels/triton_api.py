@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from . import launch, triton_attention, triton_device, triton_window
 from .compaction import compaction
-from .rule import Rule
+from .rule import LARGEST_EXACT_WINDOW, Rule
 from .state import FalconState
 from .triton_schedule import RIDGE
 from .triton_smoothness import SMOOTHNESS
@@ -151,6 +151,11 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> str | None:
     largest = triton_window.LARGEST_WINDOW if rule.residual else launch.LARGEST_WINDOW
     if rule.window > largest:
         return f"rule.window is {rule.window}; with impl='triton' it must be at most {largest}."
+    if rule.smoothness == "exact" and rule.window > LARGEST_EXACT_WINDOW:
+        return (
+            f"rule.smoothness is 'exact' and rule.window {rule.window}; with impl='triton' windows of more than "
+            f"{LARGEST_EXACT_WINDOW} pairs take 'bound' or 'trace'."
+        )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
             return (

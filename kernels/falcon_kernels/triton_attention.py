@@ -131,9 +131,7 @@ def _forward(plan: Plan, tensors: list[Tensor | None], final: bool, keep: bool) 
     else:
         states = torch.empty(plan.core.states, dtype=plan.core.operand, device=q.device) if keep else None
         core = triton_window if plan.residual else triton_additive
-        core.forward(
-            plan.core, tables, q, k, v, weight, log_decay, memory, before, output, states, final_memory
-        )
+        core.forward(plan.core, tables, q, k, v, weight, log_decay, memory, before, output, states, final_memory)
         kept = (None, states, None)
     return output, final_memory, weight, log_decay, energy, *kept
 
@@ -251,7 +249,8 @@ def attention(*arguments) -> tuple[Tensor, Tensor | None]:
 
     Args:
         arguments: `GIVEN`, as in `_forward`; `OPTIONS`, of which ridge_mode is a value of `triton_schedule.RIDGE`,
-            smoothness one of `triton_smoothness.SMOOTHNESS`, direct has gain be the step size, and before reads before the write; then `final`.
+            smoothness one of `triton_smoothness.SMOOTHNESS`, direct has gain be the step size, and before reads before
+            the write; then `final`.
     """
     arguments = (*arguments, False)
     if torch.compiler.is_compiling() or not is_plain(arguments[0]):

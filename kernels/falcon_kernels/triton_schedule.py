@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .launcher import Launcher
 from .triton_layout import NUMBERS, Layout, Tables, chunk_of, exists, load_rows, x_rows
-from .triton_smoothness import smoothness, windows
+from .triton_smoothness import SMOOTHNESS, smoothness
 
 RIDGE = {"none": 0, "direct": 1, "scale_coupled": 2}
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -113,8 +113,9 @@ def _forward(
         count = tl.load(lengths + sequence).to(tl.int32)
     there = pair_exists(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
     if SMOOTHNESS > 0:
-        gram = windows(k, previous, tail, sequence, low, count, start, step, head, heads, K, BK, W, SHIFT, CARRIED)
-        statistic, _ = smoothness(gram, W, SMOOTHNESS)
+        statistic = smoothness(
+            k, previous, tail, sequence, low, count, start, step, head, heads, K, BK, W, SHIFT, CARRIED, SMOOTHNESS
+        )
     else:
         pair = place - (W - 1)
         readable = there
@@ -252,7 +253,7 @@ class Plan:
         self.shapes = shapes(layout, heads, options.window, parts)
         most, warps = (64, 8) if options.window > 1 else (128, 4)  # channels at a time: windows take registers too
         if options.smoothness:
-            most, warps = 32, 1  # a thread a token
+            most, warps = 32, 1 if options.smoothness == SMOOTHNESS["exact"] else 4
         constants = {
             "K": key_dim, "BK": min(triton.next_power_of_2(key_dim), most), "W": options.window,
             "SHIFT": int(options.shifted), "C": layout.chunk, "TILE": self.shapes[2][2], "MASKED": masked,

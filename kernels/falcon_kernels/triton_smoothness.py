@@ -8,11 +8,13 @@ r, whose oldest pair that is. With B_l[r] = x_r . x_{r+l} the window of the toke
 kept as W (W + 1) / 2 vectors, so that W products a pair make all windows. Exactly, G / tr G is squared 24 times and
 divided by its trace each time: it ends as a projector onto the top eigenspace, of which a column v of the largest
 diagonal element is an eigenvector whether or not eigenvalues meet. Taken as constant it gives lambda = v' G v and
-D = d lambda / d G = v v'. The bound is (tr G^16)^(1/16), with D = (tr G^16)^(-15/16) G^15.
+D = d lambda / d G = v v'. Back: with c the gradient of what is summed over a token's window, x_a gets
+2 c sum_b D[a, b] x_b. Summed over windows that is a band again, D_l[r] = sum_a (c D[a, a + l])[r - a], so that
+dx_r = 2 sum_l D_l[r] x_{r+l} + D_l[r-l] x_{r-l}.
 
-Back: with c the gradient of what is summed over a token's window, x_a gets 2 c sum_b D[a, b] x_b. Summed over windows
-that is a band again, D_l[r] = sum_a c[r - a] D[a, a + l] at the row r - a, so that dx_r = 2 sum_l D_l[r] x_{r+l} +
-D_l[r-l] x_{r-l}.
+The bound, (tr G^16)^(1/16), with D = (tr G^16)^(-15/16) G^15, is for large windows, whose matrices a thread cannot hold,
+and takes few products: there the windows of a chunk are the diagonal blocks of one tile, the rows (token, pair) of
+triton_window.py, and all of them are squared by one matrix product.
 """
 
 import triton
@@ -22,6 +24,7 @@ from .triton_layout import exists, load_rows, x_rows
 
 SMOOTHNESS = {"trace": 0, "exact": 1, "bound": 2}
 SQUARINGS = tl.constexpr(24)
+ROWS = tl.constexpr(64)  # (token, pair) of a chunk
 TINY = tl.constexpr(1.1754943508222875e-38)
 
 
@@ -46,7 +49,7 @@ def window_rows(
 
 
 @triton.jit
-def windows(
+def _windows(
     k, previous, tail, sequence, low, count, start, row, head, heads,
     K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
 ):  # fmt: skip
@@ -155,33 +158,6 @@ def _top(gram, W: tl.constexpr):
 
 
 @triton.jit
-def _bound(gram, W: tl.constexpr):
-    one = _over_trace(gram, W)
-    two = _product(one, one, W)
-    four = _product(two, two, W)
-    eight = _product(four, four, W)
-    total = _trace(_product(eight, eight, W), W)
-    positive = total > 0
-    logarithm = tl.log2(tl.where(positive, total, 1.0))
-    value = tl.where(positive, tl.exp2(logarithm / 16), 0.0) * _trace(gram, W)
-    factor = tl.where(positive, tl.exp2(logarithm * (-15 / 16)), 0.0)
-    power = _product(_product(eight, four, W), _product(two, one, W), W)
-    slope = ()
-    for i in tl.static_range(W * (W + 1) // 2):
-        slope += (power[i] * factor,)
-    return value, slope
-
-
-@triton.jit
-def smoothness(gram, W: tl.constexpr, SMOOTHNESS: tl.constexpr):
-    """[R] what is divided by the window's size, and its derivative by the Gram matrix, a tuple like `gram`."""
-    if SMOOTHNESS == 1:
-        return _top(gram, W)
-    else:
-        return _bound(gram, W)
-
-
-@triton.jit
 def window_gradients(
     k, previous, tail, sequence, low, count, start, row, head, heads, grad_energy,
     K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
@@ -198,10 +174,8 @@ def window_gradients(
             total += moved(grad_energy, -a, row)
         return (total,)
     else:
-        gram = windows(
-            k, previous, tail, sequence, low, count, start, row, head, heads, K, BK, W, SHIFT, CARRIED
-        )
-        _, slope = smoothness(gram, W, SMOOTHNESS)
+        gram = _windows(k, previous, tail, sequence, low, count, start, row, head, heads, K, BK, W, SHIFT, CARRIED)
+        _, slope = _top(gram, W)
         band = ()
         for lag in tl.static_range(W):
             total = grad_energy * slope[lag]
@@ -209,3 +183,81 @@ def window_gradients(
                 total += moved(grad_energy * slope[a * W - a * (a - 1) // 2 + lag], -a, row)
             band += (total,)
         return band
+
+
+# In one tile
+
+
+@triton.jit
+def _trace_of_block(m, i, step):
+    """[ROWS] of each row the trace of its token's block."""
+    diagonal = tl.sum(tl.where(i[:, None] == i[None, :], m, 0.0), 1)
+    return tl.sum(tl.where(step[:, None] == step[None, :], diagonal[None, :], 0.0), 1)
+
+
+@triton.jit
+def _times(a, b):
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def _powers(
+    k, previous, tail, sequence, low, count, start, i, head, heads,
+    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+):  # fmt: skip
+    """G / tr G, its second, fourth and eighth power; [ROWS] the traces of G and of the sixteenth power."""
+    step = i // W
+    gram = tl.zeros([i.shape[0], i.shape[0]], tl.float32)
+    for begin in range(0, K, BK):
+        x = window_rows(
+            k, previous, tail, sequence, low, count, start, step + i % W - (W - 1), head, heads,
+            begin + tl.arange(0, BK), K, W, SHIFT, CARRIED,
+        )  # fmt: skip
+        gram = tl.dot(x, tl.trans(x), gram, input_precision="tf32x3")
+    gram = tl.where(step[:, None] == step[None, :], gram, 0.0)
+    trace = _trace_of_block(gram, i, step)
+    one = gram * tl.where(trace > 0, 1.0 / tl.where(trace > 0, trace, 1.0), 0.0)[:, None]
+    two = _times(one, one)
+    four = _times(two, two)
+    eight = _times(four, four)
+    squares = tl.sum(eight * eight, 1)
+    return one, two, four, eight, trace, tl.sum(tl.where(step[:, None] == step[None, :], squares[None, :], 0.0), 1)
+
+
+@triton.jit
+def _root(total, power):
+    """total^power, 0 of 0."""
+    return tl.where(total > 0, tl.exp2(tl.log2(tl.where(total > 0, total, 1.0)) * power), 0.0)
+
+
+@triton.jit
+def bound_gradients(
+    k, previous, tail, sequence, low, count, start, i, head, heads, grad_energy,
+    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, ROWS] what, times the features of the rows, is their gradient; grad_energy [ROWS] as above, by row."""
+    one, two, four, eight, _, total = _powers(
+        k, previous, tail, sequence, low, count, start, i, head, heads, K, BK, W, SHIFT, CARRIED
+    )
+    return _times(_times(eight, four), _times(two, one)) * (2.0 * grad_energy * _root(total, -15 / 16))[:, None]
+
+
+# Forward
+
+
+@triton.jit
+def smoothness(
+    k, previous, tail, sequence, low, count, start, row, head, heads,
+    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+    SMOOTHNESS: tl.constexpr,
+):  # fmt: skip
+    """[R] by token, the eigenvalue or bound of the sum of x x' of its window."""
+    if SMOOTHNESS == 1:
+        gram = _windows(k, previous, tail, sequence, low, count, start, row, head, heads, K, BK, W, SHIFT, CARRIED)
+        value, _ = _top(gram, W)
+        return value
+    else:
+        _, _, _, _, trace, total = _powers(
+            k, previous, tail, sequence, low, count, start, tl.arange(0, ROWS), head, heads, K, BK, W, SHIFT, CARRIED
+        )
+        return tl.gather(_root(total, 1 / 16) * trace, tl.minimum(row * W, ROWS - 1), 0)

@@ -37,6 +37,7 @@ chunks: each leaves its own part, and the last kernel adds them up, and to them 
                reverse     G                   one program per (sequence, head, V tile), backwards over the chunks
                adjoint     Z, Y, parts of dV   one program per (chunk, head)
                gradients   all others          one program per (chunk, head), parts of dX among them
+               add_bound   to parts of dX      where the energies are bounds, one program per (chunk, head)
                collect     dX, dV              one program per (chunk, head)
 
 Tiles have 64 rows whatever W: the rows (t, j); or tokens in the first 32 and pairs in the last, where C + E fit. A^-1 is
@@ -82,9 +83,8 @@ from .triton_regression import (
     _wide_dot,
 )
 from .triton_schedule import Before, Options, pair_exists, step_gradients, window_size
-from .triton_smoothness import moved, window_gradients, window_rows
+from .triton_smoothness import ROWS, SMOOTHNESS, bound_gradients, moved, window_gradients, window_rows
 
-ROWS = tl.constexpr(64)
 HALF = tl.constexpr(32)
 LARGEST_WINDOW = 16
 
@@ -205,9 +205,7 @@ def _local(
         for begin in range(0, V, BV):
             columns = begin + tl.arange(0, BV)
             y = load_rows(v_at, valued, columns, V).to(OPERAND)
-            store_rows(
-                _rows_of(made, program, i, ROWS, V), _wide_dot(left, y, OPERAND, PRECISION), used, columns, V
-            )
+            store_rows(_rows_of(made, program, i, ROWS, V), _wide_dot(left, y, OPERAND, PRECISION), used, columns, V)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -521,6 +519,35 @@ def _gradients(
 
 
 @triton.jit(do_not_specialize=NUMBERS)
+def _add_bound(
+    k, previous, tail_x, grad_energy, part_x, bounds, first, owner, length, longest, heads,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr,
+    CARRIED: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Adds to a chunk's part of dX what the energies of its windows ask for, where they are the bound."""
+    program = tl.program_id(0).to(tl.int64)
+    head = program % heads
+    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if start >= count:
+        return
+    i = tl.arange(0, ROWS)
+    step = i // W
+    pair = step + i % W - (W - 1)
+    own = (step < C) & (start + step < count)
+    given = tl.load(grad_energy + program * TILE + step, mask=own, other=0.0)
+    left = bound_gradients(
+        k, previous, tail_x, sequence, low, count, start, i, head, heads, given, K, BK, W, SHIFT, CARRIED
+    )
+    at = _rows_of(part_x, program, i, C + W - 1, K)
+    for begin in range(0, K, BK):
+        kk = begin + tl.arange(0, BK)
+        x = window_rows(k, previous, tail_x, sequence, low, count, start, pair, head, heads, kk, K, W, SHIFT, CARRIED)
+        part = _fold(i, pair, tl.dot(left, x, input_precision="tf32x3"), W, OPERAND)
+        part += load_rows(at, i < C + W - 1, kk, K).to(tl.float32)
+        store_rows(at, part, i < C + W - 1, kk, K)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
 def _collect(
     k, previous, tail_x, grad_energy, part_x, part_v, grad_k, grad_v, grad_previous, grad_tail_x, grad_tail_v,
     bounds, first, owner, length, longest, heads,
@@ -529,7 +556,7 @@ def _collect(
     REACH: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the write features, where their keys lie, and values of a chunk: the parts of all chunks whose
-    windows hold them, and what the windows' energies ask for. The first chunk has the tail's too.
+    windows hold them, and what the windows' energies ask for where these are no bounds. The first chunk has the tail's.
 
     REACH: rows of a tile, the pair r - (W - 1) in the row r, with all windows that hold one of the chunk's own.
     """
@@ -546,21 +573,24 @@ def _collect(
     else:
         own = own & (pair >= 0)
 
-    windowed = (row < C + W - 1) & (start + row < count)
-    at = ((number + row // C) * heads + head) * TILE + row % C
-    band = window_gradients(
-        k, previous, tail_x, sequence, low, count, start, row, head, heads,
-        tl.load(grad_energy + at, mask=windowed, other=0.0), K, BK, W, SHIFT, CARRIED, SMOOTHNESS,
-    )  # fmt: skip
+    if SMOOTHNESS < 2:
+        windowed = (row < C + W - 1) & (start + row < count)
+        at = ((number + row // C) * heads + head) * TILE + row % C
+        band = window_gradients(
+            k, previous, tail_x, sequence, low, count, start, row, head, heads,
+            tl.load(grad_energy + at, mask=windowed, other=0.0), K, BK, W, SHIFT, CARRIED, SMOOTHNESS,
+        )  # fmt: skip
     into = x_rows(grad_k, grad_previous, grad_tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
     there = exists(start + pair, own, SHIFT, CARRIED)
     for begin in range(0, K, BK):
         columns = begin + tl.arange(0, BK)
-        x = window_rows(
-            k, previous, tail_x, sequence, low, count, start, pair, head, heads, columns, K, W, SHIFT, CARRIED
-        )
-        total = band[0][:, None] * x
-        if SMOOTHNESS > 0:
+        total = tl.zeros([REACH, BK], tl.float32)
+        if SMOOTHNESS < 2:
+            x = window_rows(
+                k, previous, tail_x, sequence, low, count, start, pair, head, heads, columns, K, W, SHIFT, CARRIED
+            )
+            total += band[0][:, None] * x
+        if SMOOTHNESS == 1:
             for lag in tl.static_range(1, W):
                 later = window_rows(
                     k, previous, tail_x, sequence, low, count, start, pair + lag, head, heads, columns, K, W, SHIFT,
@@ -579,9 +609,7 @@ def _collect(
         store_rows(into, total, there, columns, K)
         if SHIFT:  # the last key is a write feature of the next call, through the state
             last = grad_k + ((low + count - 1) * heads + head) * K
-            tl.store(
-                last + columns, tl.zeros([BK], grad_k.dtype.element_ty), mask=(columns < K) & (start + C >= count)
-            )
+            tl.store(last + columns, tl.zeros([BK], grad_k.dtype.element_ty), mask=(columns < K) & (start + C >= count))
     into = v_rows(grad_v, grad_tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
@@ -649,6 +677,7 @@ class Plan:
         self.reverse = along(_reverse, sizes.reverse, "FINAL")
         self.adjoint = across(_adjoint, sizes.adjoint)
         self.gradients = across(_gradients, sizes.gradients)
+        self.add_bound = across(_add_bound, sizes.add_bound) if options.smoothness == SMOOTHNESS["bound"] else None
         self.collect = across(_collect, sizes.collect)
 
 
@@ -738,6 +767,8 @@ def backward(
         *plan.numbers,
     )  # fmt: skip
     del z, y
+    if plan.add_bound is not None:
+        plan.add_bound(k, previous, tail_x, grad_energy, part_x, *tables, *plan.across)
     plan.collect(
         k, previous, tail_x, grad_energy, part_x, part_v, grad_k, grad_v, grad_before.previous_key, grad_before.tail_x,
         grad_before.tail_v, *tables, *plan.across,
