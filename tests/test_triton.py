@@ -252,7 +252,7 @@ def op_arguments(rule, carried, packed=False, T=20):
     state = _on_device(state_of(rule, B=3 if packed else 1, H=1)) if carried else [None] * 6
     return (
         *inputs.values(), *state[:6], None, bounds, rule.window, True, triton_schedule.RIDGE[rule.ridge], False,
-        rule.residual, rule.detach_energy, 1e-6, 0.01, False, True, False,
+        rule.residual, rule.detach_energy, 1e-6, 0.01, 0, False, True, False,
     )  # fmt: skip
 
 

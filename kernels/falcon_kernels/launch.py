@@ -120,7 +120,7 @@ WINDOW = {  # keys as in TABLE
         Config(64, 4, 3),
         Config(64, 4, 1),
         Config(64, 4, 1),
-        Config(32, 4, 1),
+        Config(64, 4, 1),
         Config(64, 2, 1),
     ),
     ("large", 2, 128): Window(
@@ -129,7 +129,7 @@ WINDOW = {  # keys as in TABLE
         Config(128, 8, 2),
         Config(64, 4, 1),
         Config(64, 4, 1),
-        Config(32, 4, 1),
+        Config(64, 4, 1),
         Config(64, 2, 1),
     ),
     ("large", 2, 256): Window(
@@ -138,7 +138,7 @@ WINDOW = {  # keys as in TABLE
         Config(32, 4, 1),
         Config(64, 4, 1),
         Config(64, 4, 1),
-        Config(32, 4, 1),
+        Config(64, 4, 1),
         Config(64, 2, 1),
     ),
     ("safe", 2, 64): Window(
@@ -147,7 +147,7 @@ WINDOW = {  # keys as in TABLE
         Config(64, 4, 1),
         Config(64, 4, 1),
         Config(64, 4, 1),
-        Config(32, 4, 1),
+        Config(64, 4, 1),
         Config(64, 2, 1),
     ),
     ("safe", 2, 128): Window(
@@ -156,7 +156,7 @@ WINDOW = {  # keys as in TABLE
         Config(32, 4, 1),
         Config(64, 4, 1),
         Config(64, 4, 1),
-        Config(32, 4, 1),
+        Config(64, 4, 1),
         Config(64, 2, 1),
     ),
     ("safe", 2, 256): Window(
@@ -165,7 +165,7 @@ WINDOW = {  # keys as in TABLE
         Config(16, 4, 1),
         Config(64, 4, 1),
         Config(64, 4, 1),
-        Config(32, 4, 1),
+        Config(64, 4, 1),
         Config(64, 2, 1),
     ),
 }

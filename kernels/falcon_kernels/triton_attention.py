@@ -61,12 +61,11 @@ class Plan:
         dtype, self.carried = dtypes[0], carried
         self.layout = _layout(batch, length, documents, self.residual, dtype, key_dim, window)
         schedule = triton_schedule.Options(*options)
-        self.sliding = window > 1
-        if not self.residual:
-            core = triton_additive.Plan
-        else:
-            core = triton_window.Plan if self.sliding else triton_regression.Plan
-        self.core = core(self.layout, shape, value_dim, dtype, device, schedule, before, masked, carried, aligned)
+        self.alone = self.residual and window == 1
+        self.kernels = triton_regression if self.alone else triton_window if self.residual else triton_additive
+        self.core = self.kernels.Plan(
+            self.layout, shape, value_dim, dtype, device, schedule, before, masked, carried, aligned
+        )
         self.schedule = triton_schedule.Plan(
             self.layout, heads, key_dim, schedule, masked, carried, _parts(self.residual, dtype), aligned
         )
@@ -123,15 +122,16 @@ def _forward(plan: Plan, tensors: list[Tensor | None], final: bool, keep: bool) 
     output = torch.empty_like(v)
     final_memory = torch.empty(plan.memory, dtype=torch.float32, device=q.device) if final else None
     kept: tuple[Tensor | None, ...] = (None, None, None)
-    if plan.residual and not plan.sliding:
+    if plan.alone:
         made = triton_regression.forward(
             plan.core, tables, q, k, v, weight, log_decay, memory, before.previous_key, output, final_memory
         )
         kept = made if keep else kept
     else:
         states = torch.empty(plan.core.states, dtype=plan.core.operand, device=q.device) if keep else None
-        core = triton_window if plan.residual else triton_additive
-        core.forward(plan.core, tables, q, k, v, weight, log_decay, memory, before, output, states, final_memory)
+        plan.kernels.forward(
+            plan.core, tables, q, k, v, weight, log_decay, memory, before, output, states, final_memory
+        )
         kept = (None, states, None)
     return output, final_memory, weight, log_decay, energy, *kept
 
@@ -158,15 +158,14 @@ def _backward(
         key, _, tail_x, tail_v, _ = (None if t is None else torch.zeros_like(t) for t in before)
         grad_before = Before(key, None, tail_x, tail_v)
     grad_gain, grad_ridge = torch.empty_like(gain), None if ridge is None else torch.empty_like(ridge)
-    if plan.residual and not plan.sliding:
+    if plan.alone:
         triton_regression.backward(
             plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, kept,
             (grad_q, grad_k, grad_v, grad_gain, grad_ridge), grad_memory, grad_before.previous_key,
         )  # fmt: skip
     else:
         weight, log_decay, energy, _, states, _ = kept
-        core = triton_window if plan.residual else triton_additive
-        core.backward(
+        plan.kernels.backward(
             plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, weight, log_decay,
             energy, states, (grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory), grad_before,
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Largest eigenvalue of the mean x x' of each token's window (falcon_3), or its bound, and how its gradient comes back.
+"""Largest eigenvalue of the sum of x x' over each token's window (falcon_3), or its bound, and its gradient.
 
-A chunk's tokens are the lanes of vectors: row r of a tile stands for the pair r - (W - 1) of the chunk and for the token
-r, whose oldest pair that is. With B_l[r] = x_r . x_{r+l} the window of the token r has the Gram matrix
+A chunk's tokens are the lanes of vectors: row r of a tile stands for the pair r - (W - 1) of the chunk and for the
+token r, whose oldest pair that is. With B_l[r] = x_r . x_{r+l} the window of the token r has the Gram matrix
 
     G[a, b] = B_{b-a}[r + a]      0 <= a <= b < W,
 
@@ -12,9 +12,9 @@ D = d lambda / d G = v v'. Back: with c the gradient of what is summed over a to
 2 c sum_b D[a, b] x_b. Summed over windows that is a band again, D_l[r] = sum_a (c D[a, a + l])[r - a], so that
 dx_r = 2 sum_l D_l[r] x_{r+l} + D_l[r-l] x_{r-l}.
 
-The bound, (tr G^16)^(1/16), with D = (tr G^16)^(-15/16) G^15, is for large windows, whose matrices a thread cannot hold,
-and takes few products: there the windows of a chunk are the diagonal blocks of one tile, the rows (token, pair) of
-triton_window.py, and all of them are squared by one matrix product.
+The bound, (tr G^16)^(1/16), with D = (tr G^16)^(-15/16) G^15, is for large windows, whose matrices a thread cannot
+hold, and takes few products: there the windows of a chunk are the diagonal blocks of one tile, the rows (token, pair)
+of triton_window.py, and all of them are squared by one matrix product.
 """
 
 import triton
@@ -92,7 +92,7 @@ def _trace(m, W: tl.constexpr):
 
 @triton.jit
 def _over_trace(m, W: tl.constexpr):
-    """m over its trace, and 1 over that; zero stays zero."""
+    """m over its trace; zero stays zero."""
     trace = _trace(m, W)
     factor = tl.where(trace > 0, 1.0 / tl.where(trace > 0, trace, 1.0), 0.0)
     scaled = ()

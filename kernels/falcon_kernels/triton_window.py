@@ -1,8 +1,8 @@
 """Triton kernels of the regression write of a whole window (falcon_3, W > 1), forward and backward.
 
-A step t writes W pairs at once, all with residuals of the memory that it found. A row r = (t, j) is one such write: in a
-chunk of C tokens that finds S, R = C W rows, at most 64, in the order of their tokens. With x_r and v_r their pairs, t(r)
-their tokens, w the weights eta / W_t, and u the running log decay within the chunk,
+A step t writes W pairs at once, all with residuals of the memory that it found. A row r = (t, j) is one such write: in
+a chunk of C tokens that finds S there are C W rows, at most 64, in the order of their tokens. With x_r and v_r their
+pairs, t(r) their tokens, w the weights eta / W_t, and u the running log decay within the chunk,
 
     N = [t(s) < t(r)] exp(u_{t(r)-1} - u_{t(s)}) x_r . x_s        A = I + Diag(w) N
     Z = A^-1 Diag(w) (V - Diag(exp(u_{t-1})) X S)                 what is written of the rows' pairs
@@ -10,40 +10,37 @@ their tokens, w the weights eta / W_t, and u the running log decay within the ch
     S' = exp(u_C) S + X' Diag(exp(u_C - u)) Z.
 
 Rows of one token do not act on one another: N is strictly lower triangular in blocks of W. Reading before the write
-takes u_{t-1} for u_t and a strict mask in P. But a chunk's windows hold only E = C + W - 1 different pairs, X_E = J' X
-with J the 0/1 matrix of which pair a row is, so that what leaves a chunk is a map of S with C + E rows, no more than 64:
+takes u_{t-1} for u_t and a strict mask in P. But a chunk's windows hold only E = C + W - 1 different pairs, X_E, and
+with J the 0/1 matrix of which pair a row is, X = J X_E. So a chunk is a map of S with C + E rows, no more than 64:
 
-    [ O  ]                                                                      [ Diag(exp(u)) Q ]
-    [    ] = M_v - M_s S    M_v = H Diag(w) V    M_s = H Diag(w exp(u_{t-1})) X - [                ]
-    [ dS ]                                                                      [        0       ]
+    O = M_o - L_o S                       [M_o; M_d] = H Diag(w) V
+    S' = exp(u_C) S + X_E' (M_d - L_d S)  [L_o; L_d] = H Diag(w exp(u_{t-1})) X - [Diag(exp(u)) Q; 0]
 
-    S' = exp(u_C) S + X_E' dS        H = [P; J' Diag(exp(u_C - u))] A^-1
-
-M_v and M_s depend on no other chunk. A pass over chunks is left with two products, the same two backwards: with G the
-cotangent of S', that of S is exp(u_C) G - M_s' [dO; X_E G].
+with H = [P; J' Diag(exp(u_C - u))] A^-1. L (`lost`) and M (`made`) depend on no other chunk. A pass over chunks is left
+with two products, and so is the pass back: with G the cotangent of S', that of S is exp(u_C) G - L' [dO; X_E G].
 
 Then each chunk is on its own. With dZ = P' dO + Diag(exp(u_C - u)) X G and Y = A^-T dZ
 
-    dV = J' Diag(w) Y        dP = [..] exp(..) dO Z'        dN = -Diag(w) [..] exp(..) Y Z'
-    dQ = dP X + Diag(exp(u)) dO S'
-    dX = J' (dP' Q + dN X + dN' X - Diag(w exp(u_{t-1})) Y S' + Diag(exp(u_C - u)) Z G')
+    dV = J' Diag(w) Y        dP = [t(r) <= t] exp(u_t - u_{t(r)}) dO Z'
+    dQ = dP X + Diag(exp(u)) dO S'        dN = -Diag(w) [t(s) < t(r)] exp(u_{t(r)-1} - u_{t(s)}) Y Z'
+    dX = J' (dP' Q + dN X + dN' X - Diag(w exp(u_{t-1})) Y S' + Diag(exp(u_C - u)) Z G'),
 
-that of w_t is the sum of Y * (V - Diag(exp(u_{t-1})) X S - N Z) over the rows of t. A pair is in windows of several
+and that of w_t is the sum of Y * (V - Diag(exp(u_{t-1})) X S - N Z) over the rows of t. A pair is in windows of several
 chunks: each leaves its own part, and the last kernel adds them up, and to them what the windows' energies ask for.
 
-    forward    local       M_v, M_s            one program per (chunk, head)
-               pass        O, S                one program per (sequence, head, V tile), over the chunks
-    backward   local       M_s, A^-1           as before
+    forward    local       L, M                one program per (chunk, head)
+               carry       O, S                one program per (sequence, head, V tile), over the chunks
+    backward   local       L, A^-1             as before
                reverse     G                   one program per (sequence, head, V tile), backwards over the chunks
                adjoint     Z, Y, parts of dV   one program per (chunk, head)
                gradients   all others          one program per (chunk, head), parts of dX among them
                add_bound   to parts of dX      where the energies are bounds, one program per (chunk, head)
                collect     dX, dV              one program per (chunk, head)
 
-Tiles have 64 rows whatever W: the rows (t, j); or tokens in the first 32 and pairs in the last, where C + E fit. A^-1 is
-built up from blocks of one token, twice as large each time, two products a time. Elements moved a token and head, for
-W = 4 and thus C = 16 and E = 19: local 2K + V and (C + E) (K + V) / C written, which the pass reads, to write V and, for
-the backward, the states, K V / C. Only states are kept.
+Tiles have 64 rows whatever W: the rows (t, j); or tokens in the first 32 and pairs in the last, where C + E fit. A^-1
+is built up from blocks of one token, twice as large each time, two products a time. Elements moved a token and head,
+for W = 4 and thus C = 16 and E = 19: local reads 2K + V and writes (C + E) (K + V) / C, which the carry reads, to write
+V and, for the backward, the states, K V / C. Only states are kept.
 
 Decays enter as exp(u_t - u_s), s <= t only, summed in two parts but for bfloat16 inputs as in triton_regression.py.
 """
@@ -150,7 +147,7 @@ def _local(
     W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr,
     AGAIN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """M_s and M_v; or with AGAIN M_s and A^-1, for the backward."""
+    """L and M; or with AGAIN L and A^-1, for the backward."""
     program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * TILE, log_decay + program * TILE
     head = program % heads
@@ -209,7 +206,7 @@ def _local(
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def _pass(
+def _carry(
     k, previous, tail_x, log_decay, memory, lost, made, output, states, final,
     bounds, first, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
@@ -260,7 +257,10 @@ def _reverse(
     W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """G' of one sequence and head, a tile of value channels, backwards over the chunks: grad_states [chunks, H, V, K]."""
+    """G' of one sequence and head, a tile of value channels, backwards over the chunks.
+
+    Stores it, grad_states [chunks, H, V, K].
+    """
     program = tl.program_id(0).to(tl.int64)
     columns = (program % tl.cdiv(V, BV)).to(tl.int32) * BV + tl.arange(0, BV)
     program = program // tl.cdiv(V, BV)
@@ -568,10 +568,7 @@ def _collect(
     row = tl.arange(0, REACH)
     pair = row - (W - 1)
     own = (pair < C) & (start + pair < count)
-    if CARRIED:
-        own = own & ((pair >= 0) | (start == 0))
-    else:
-        own = own & (pair >= 0)
+    own = own & ((pair >= 0) | (start == 0)) if CARRIED else own & (pair >= 0)
 
     if SMOOTHNESS < 2:
         windowed = (row < C + W - 1) & (start + row < count)
@@ -673,7 +670,7 @@ class Plan:
             return launcher(kernel, programs, config, {"BK": key_tile, "BV": config.value_tile}, *flags)
 
         self.local = across(_local, sizes.local, "AGAIN")
-        self.carry = along(_pass, sizes.carry, "STORE", "FINAL")
+        self.carry = along(_carry, sizes.carry, "STORE", "FINAL")
         self.reverse = along(_reverse, sizes.reverse, "FINAL")
         self.adjoint = across(_adjoint, sizes.adjoint)
         self.gradients = across(_gradients, sizes.gradients)
