@@ -186,7 +186,7 @@ def _local(
     seen = here[:, None] & (i[:, None] >= step[None, :] + LAG)
     read = scores * _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
     same = i[:, None] - HALF == pair[None, :] + (W - 1)
-    left = _exact(read + _pairwise(end_c, end_f, uc[None, :], uf[None, :], same), solved, OPERAND)
+    left = _exact(read + tl.where(same, tl.exp2((end_c - uc) + (end_f - uf))[None, :], 0.0), solved, OPERAND)
     used = here | ((i >= HALF) & (i < HALF + C + W - 1))
     by_s = left * (eta * tl.exp2(before_c + before_f))[None, :]
     for begin in range(0, K, BK):
