@@ -118,7 +118,7 @@ WINDOW = {  # keys as in TABLE
         Config(64, 4, 1),
         Config(64, 4, 3),
         Config(64, 4, 3),
-        Config(64, 4, 1),
+        Config(64, 4, 1, registers=128),
         Config(64, 4, 1),
         Config(64, 4, 1),
         Config(64, 2, 1),

@@ -76,6 +76,7 @@ from .triton_regression import (
     _pairwise,
     _product,
     _running,
+    _settled,
     _turned,
     _wide_dot,
 )
@@ -165,20 +166,21 @@ def _local(
     q_at = token_rows(q, low + start, i, head, heads, K)
 
     gram = tl.zeros([ROWS, ROWS], tl.float32)
-    scores = tl.zeros([ROWS, ROWS], tl.float32)
     for begin in range(0, K, BK):
-        kk = begin + tl.arange(0, BK)
-        x = load_rows(x_at, there, kk, K).to(OPERAND)
-        queries = load_rows(q_at, here, kk, K).to(OPERAND)
+        x = load_rows(x_at, there, begin + tl.arange(0, BK), K).to(OPERAND)
         gram = _gram(x, x, gram)
-        scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
-
     eta = tl.load(weight + step)
     n = eta[:, None] * gram * _between(step, log_decay, places, OPERAND)
     solved = _inverse(n, i, W, OPERAND)
     if AGAIN:
         tl.store(inverse + program * (ROWS * ROWS) + i[:, None] * ROWS + i[None, :], solved)
 
+    scores = tl.zeros([ROWS, ROWS], tl.float32)
+    for begin in range(0, K, BK):
+        kk = begin + tl.arange(0, BK)
+        x = load_rows(x_at, there, kk, K).to(OPERAND)
+        queries = load_rows(q_at, here, kk, K).to(OPERAND)
+        scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
     uc, uf = _running(log_decay, places, step, 0, OPERAND)
     before_c, before_f = _running(log_decay, places, step, 1, OPERAND)
     rc, rf = _running(log_decay, places, token, LAG, OPERAND)
@@ -430,6 +432,7 @@ def _gradients(
         gained += tl.sum(solution.to(tl.float32) * values, 1)
         scores = tl.dot(given, tl.trans(residual), scores, input_precision=PRECISION)
         system = tl.dot(solution, tl.trans(residual), system, input_precision=PRECISION)
+    gained = _settled(gained, i)
     seen = here[:, None] & (i[:, None] >= step[None, :] + LAG)
     scores_left = (scores * _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], seen)).to(OPERAND)
     system_left = (-system * _between(step, log_decay, places, OPERAND)).to(OPERAND)
@@ -446,6 +449,7 @@ def _gradients(
         dq = tl.dot(scores_left, x, dq * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
         store_rows(token_rows(grad_q, low + start, i, head, heads, K), dq, here, kk, K)
         read += tl.sum(load_rows(q_at, here, kk, K).to(tl.float32) * dq, 1)
+    read = _settled(read, i)
 
     scores = tl.zeros([ROWS, ROWS], tl.float32)
     system = tl.zeros([ROWS, ROWS], tl.float32)
