@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from report import report
 
 DEVICE = torch.device("cuda")
-RULES = ("falcon_1", "falcon_1a", "falcon_2", "falcon_2a", "falcon_3a")
+RULES = ("falcon_1", "falcon_2", "falcon_3", "falcon_1a", "falcon_2a", "falcon_3a")
 NAMES = ("q", "k", "v", "gain", "ridge")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 BOUNDS = {"bf16": (5e-3, 1e-2), "fp32": (1e-5, 5e-5), "fp16": (1e-3, 2e-3)}  # values, gradients

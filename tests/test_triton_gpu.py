@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-KERNELS = ("falcon_1", "falcon_1a", "falcon_2", "falcon_2a", "falcon_3a")
+KERNELS = ("falcon_1", "falcon_2", "falcon_3", "falcon_1a", "falcon_2a", "falcon_3a")
 MODELS = (*RULES, "1-same-step-direct", "1a-normalized", "3a-hybrid")
 DTYPES = (torch.float32, torch.bfloat16)
 SIZES = {"B": 2, "T": 100, "H": 2, "K": 64, "V": 64}

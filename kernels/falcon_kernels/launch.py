@@ -137,6 +137,105 @@ WIDE_CHANNEL = {  # 4-byte operands, on any card, by K
 }
 
 
+class Window(NamedTuple):
+    """Configurations of the kernels of falcon_3. All but the passes take as many key as value channels at a time."""
+
+    local: Config
+    carry: Config
+    reverse: Config
+    adjoint: Config
+    gradients: Config
+    add_bound: Config
+    collect: Config
+
+
+WINDOW = {  # keys as in TABLE
+    ("large", 2, 64): Window(
+        Config(64, 4, 1),
+        Config(64, 4, 3),
+        Config(64, 4, 3),
+        Config(64, 4, 1, registers=128),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 2, 1),
+    ),
+    ("large", 2, 128): Window(
+        Config(64, 4, 1),
+        Config(128, 8, 3),
+        Config(128, 8, 2),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 2, 1),
+    ),
+    ("large", 2, 256): Window(
+        Config(64, 4, 1),
+        Config(32, 4, 1),
+        Config(32, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 2, 1),
+    ),
+    ("safe", 2, 64): Window(
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 2, 1),
+    ),
+    ("safe", 2, 128): Window(
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(32, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 2, 1),
+    ),
+    ("safe", 2, 256): Window(
+        Config(64, 4, 1),
+        Config(32, 4, 1),
+        Config(16, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 2, 1),
+    ),
+}
+WIDE_WINDOW = {  # 4-byte operands, on any card, by K
+    64: Window(
+        Config(32, 4, 1),
+        Config(16, 4, 1),
+        Config(16, 4, 1),
+        Config(16, 4, 1),
+        Config(16, 4, 1),
+        Config(32, 4, 1),
+        Config(32, 2, 1),
+    ),
+    128: Window(
+        Config(32, 4, 1),
+        Config(16, 8, 1),
+        Config(16, 8, 1),
+        Config(16, 4, 1),
+        Config(16, 4, 1),
+        Config(32, 4, 1),
+        Config(32, 2, 1),
+    ),
+    256: Window(
+        Config(32, 4, 1),
+        Config(16, 8, 1),
+        Config(16, 8, 1),
+        Config(16, 4, 1),
+        Config(16, 4, 1),
+        Config(32, 4, 1),
+        Config(32, 2, 1),
+    ),
+}
+
+
 def padded(channels: int, operand_bytes: int) -> int:
     """Channels of a tile that holds all of them: a power of two.
 
@@ -180,6 +279,12 @@ def channel(device: torch.device, operand_bytes: int, key_tile: int) -> Channel:
     """Configurations of the kernels of the rules with a rate per value channel."""
     key_tile = max(key_tile, 64)
     return WIDE_CHANNEL[key_tile] if operand_bytes == 4 else CHANNEL[card(device)[0], operand_bytes, key_tile]
+
+
+def window(device: torch.device, operand_bytes: int, key_tile: int) -> Window:
+    """Configurations of the kernels of falcon_3."""
+    key_tile = max(key_tile, 64)
+    return WIDE_WINDOW[key_tile] if operand_bytes == 4 else WINDOW[card(device)[0], operand_bytes, key_tile]
 
 
 def narrower(device: torch.device, config: Config, rows: int, value_dim: int, key_tile: int) -> Config:

@@ -105,7 +105,7 @@ def _pass(
     row = tl.arange(0, TILE)
     begin = (part * part_chunks).to(tl.int32)
     last = tl.minimum(begin + part_chunks, (count + C - 1) // C)
-    place_of_numbers = ((number + begin) * heads + head) * TILE + row
+    place_of_numbers = (tl.maximum(number + tl.minimum(begin, last - 1), 0) * heads + head) * TILE + row
     at = tl.load(u + place_of_numbers)
     column = tl.load(c + place_of_numbers)
     for n in range(begin, last):

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import launch, triton_attention, triton_device
+from . import launch, triton_attention, triton_device, triton_window
 from .compaction import compaction
-from .rule import Rule
+from .rule import LARGEST_EXACT_WINDOW, Rule
 from .state import FalconState
 from .triton_schedule import RIDGE
+from .triton_smoothness import SMOOTHNESS
 
-RULES = ("falcon_1", "falcon_1a", "falcon_2", "falcon_2a", "falcon_3a")
 LARGEST_WIDTH = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -63,10 +63,12 @@ def attention(
             normalizer = state.normalizer if rule.per_channel else state.normalizer[..., None]
             memory = torch.cat([memory, normalizer.float()], -1)
             tail_v = None if tail_v is None else pad(tail_v, (0, 1), value=1)
+    smoothness = SMOOTHNESS["trace" if rule.smoothness is None or rule.window == 1 else rule.smoothness]
     output, memory = triton_attention.attention(
         q, k, values, gain, ridge, memory, previous_key, previous_valid, tail_x, tail_v, tail_valid, lengths,
         cu_seqlens, rule.window, rule.shifted, RIDGE[rule.ridge], rule.step_size == "direct", rule.residual,
-        rule.detach_energy, rule.epsilon, rule.decay_floor, rule.timing == "read_before_write", final_state,
+        rule.detach_energy, rule.epsilon, rule.decay_floor, smoothness,
+        rule.timing == "read_before_write", final_state,
     )  # fmt: skip
     if rule.normalized_read:
         output = (output[..., :-ones].float() / (output[..., -ones:].float() + rule.read_epsilon)).to(v.dtype)
@@ -145,12 +147,16 @@ def _after(
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> str | None:
     """Why the kernels do not take a call, in one sentence, or None where they do."""
-    if rule.name not in RULES:
-        return f"rule is {rule.name}; with impl='triton' it must be one of {', '.join(RULES)}."
     if max(q.shape[-1], v.shape[-1]) > LARGEST_WIDTH:
         return f"q and v are {q.shape[-1]} and {v.shape[-1]} wide; with impl='triton' at most {LARGEST_WIDTH} is taken."
-    if rule.window > launch.LARGEST_WINDOW:
-        return f"rule.window is {rule.window}; with impl='triton' it must be at most {launch.LARGEST_WINDOW}."
+    largest = triton_window.LARGEST_WINDOW if rule.residual else launch.LARGEST_WINDOW
+    if rule.window > largest:
+        return f"rule.window is {rule.window}; with impl='triton' it must be at most {largest}."
+    if rule.smoothness == "exact" and rule.window > LARGEST_EXACT_WINDOW:
+        return (
+            f"rule.smoothness is 'exact' and rule.window {rule.window}; with impl='triton' windows of more than "
+            f"{LARGEST_EXACT_WINDOW} pairs take 'bound' or 'trace'."
+        )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
             return (

@@ -18,6 +18,7 @@ from . import (
     triton_device,
     triton_regression,
     triton_schedule,
+    triton_window,
 )
 from .launcher import Launcher
 from .triton_layout import (
@@ -38,7 +39,7 @@ GIVEN = (
 )
 OPTIONS = (
     "int window, bool shifted, int ridge_mode, bool direct, bool residual, bool detach_energy, float epsilon, "
-    "float decay_floor, bool before"
+    "float decay_floor, int smoothness, bool before"
 )
 TENSORS = GIVEN.count("Tensor")
 KEPT = 6  # for the backward, after the first two of what the op returns
@@ -63,8 +64,11 @@ def _parts(residual: bool, dtype: torch.dtype) -> int:
 
 def _layout(batch, length, documents, residual, dtype, key_dim, window, per_channel) -> Layout:
     if per_channel:
-        return Layout.of(batch, length, documents, triton_channel.chunk_length(dtype, key_dim))
-    chunk = triton_regression.CHUNK if residual else triton_additive.chunk_length(dtype, key_dim, window)
+        chunk = triton_channel.chunk_length(dtype, key_dim)
+    elif not residual:
+        chunk = triton_additive.chunk_length(dtype, key_dim, window)
+    else:
+        chunk = triton_regression.CHUNK if window == 1 else triton_window.chunk_length(window)
     return Layout.of(batch, length, documents, chunk)
 
 
@@ -83,16 +87,18 @@ class Plan:
         self.memory = (self.layout.sequences, heads, key_dim, value_dim)
         constants = {"CHUNK": self.layout.chunk, "BLOCK": TABLE_BLOCK, "num_warps": 8}
         self.fill_tables = Launcher(fill_tables, (-(-self.layout.chunks // TABLE_BLOCK),), constants, (), aligned)
-        self.channel = None
+        self.per_channel, self.alone = per_channel, self.residual and window == 1
         if per_channel:
-            self.channel = triton_channel_regression if self.residual else triton_channel
-        if self.channel is not None:
-            self.core = self.channel.Plan(
-                self.layout, shape, value_dim, dtype, device, schedule, before, masked, carried, aligned
-            )
+            self.kernels = triton_channel_regression if self.residual else triton_channel
+        elif self.residual:
+            self.kernels = triton_regression if self.alone else triton_window
+        else:
+            self.kernels = triton_additive
+        self.core = self.kernels.Plan(
+            self.layout, shape, value_dim, dtype, device, schedule, before, masked, carried, aligned
+        )
+        if per_channel:
             return
-        core = triton_regression.Plan if self.residual else triton_additive.Plan
-        self.core = core(self.layout, shape, value_dim, dtype, device, schedule, before, masked, carried, aligned)
         self.schedule = triton_schedule.Plan(
             self.layout, heads, key_dim, schedule, masked, carried, _parts(self.residual, dtype), aligned
         )
@@ -162,21 +168,21 @@ def _forward(
     before = Before(*rest)
     output = torch.empty_like(v)
     final_memory = torch.empty(plan.memory, dtype=torch.float32, device=q.device) if final else None
-    if plan.channel is not None:
-        made = plan.channel.forward(
+    if plan.per_channel:
+        made = plan.kernels.forward(
             plan.core, tables, q, k, v, gain, ridge, memory, before, lengths, output, final_memory
         )
         return output, final_memory, *(made if keep else (*made[:3], None, None, None))
     weight, log_decay, energy = triton_schedule.forward(plan.schedule, tables, k, gain, ridge, before, lengths)
     kept: tuple[Tensor | None, ...] = (None, None, None)
-    if plan.residual:
+    if plan.alone:
         made = triton_regression.forward(
             plan.core, tables, q, k, v, weight, log_decay, memory, before.previous_key, output, final_memory
         )
         kept = made if keep else kept
     else:
         states = torch.empty(plan.core.states, dtype=plan.core.operand, device=q.device) if keep else None
-        triton_additive.forward(
+        plan.kernels.forward(
             plan.core, tables, q, k, v, weight, log_decay, memory, before, output, states, final_memory
         )
         kept = (None, states, None)
@@ -205,15 +211,14 @@ def _backward(
         key, _, tail_x, tail_v, _ = (None if t is None else torch.zeros_like(t) for t in before)
         grad_before = Before(key, None, tail_x, tail_v)
     grad_gain, grad_ridge = torch.empty_like(gain), None if ridge is None else torch.empty_like(ridge)
-    if plan.channel is not None or plan.residual:
-        core = plan.channel or triton_regression
-        core.backward(
+    if plan.per_channel or plan.alone:
+        plan.kernels.backward(
             plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, kept,
             (grad_q, grad_k, grad_v, grad_gain, grad_ridge), grad_memory, grad_before.previous_key,
         )  # fmt: skip
     else:
         weight, log_decay, energy, _, states, _ = kept
-        triton_additive.backward(
+        plan.kernels.backward(
             plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, weight, log_decay,
             energy, states, (grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory), grad_before,
         )  # fmt: skip
@@ -247,12 +252,13 @@ def _fake(*arguments):
         if residual:
             inverse = v.new_empty((layout.chunks, heads, layout.chunk, 16), dtype=torch.float32)
             residuals = v.new_empty(v.shape, dtype=wide)
-    elif residual and keep:
+    elif residual and keep and window == 1:
         inverse = v.new_empty((layout.chunks, heads, layout.chunk, layout.chunk), dtype=torch.float32)
         states = v.new_empty((layout.chunks, heads, value_dim, key_dim), dtype=wide)
         residuals = v.new_empty(v.shape, dtype=wide)
     elif keep:
-        states = v.new_empty((layout.chunks, heads, key_dim, value_dim), dtype=wide)
+        matrix = (value_dim, key_dim) if residual else (key_dim, value_dim)
+        states = v.new_empty((layout.chunks, heads, *matrix), dtype=wide)
     three = (v.new_empty(shape, dtype=torch.float32) for shape in numbers)
     return v.new_empty(v.shape), memory, *three, inverse, states, residuals
 
@@ -304,7 +310,8 @@ def attention(*arguments) -> tuple[Tensor, Tensor | None]:
 
     Args:
         arguments: `GIVEN`, as in `_forward`; `OPTIONS`, of which ridge_mode is a value of `triton_schedule.RIDGE`,
-            direct has gain be the step size, and before reads before the write; then `final`.
+            smoothness one of `triton_smoothness.SMOOTHNESS`, direct has gain be the step size, and before reads before
+            the write; then `final`.
     """
     arguments = (*arguments, False)
     if torch.compiler.is_compiling() or not is_plain(arguments[0]):
