@@ -99,6 +99,12 @@ def _rows_of(base, program, i, COUNT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _rows_of_map(base, program, i, C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr):
+    """The same of L and M, of which only the rows of C tokens and of C + W - 1 pairs are there."""
+    return _rows_of(base, program, tl.where(i < HALF, i, i - HALF + C), 2 * C + W - 1, WIDTH)
+
+
+@triton.jit
 def _pairs_of_half(i, start, count, C: tl.constexpr, W: tl.constexpr):
     """Which pair, counted from the chunk's start, each row of the tile's last half is, and which rows are one."""
     pair = i - HALF - (W - 1)
@@ -196,7 +202,7 @@ def _local(
         x = load_rows(x_at, there, kk, K).to(OPERAND)
         queries = load_rows(q_at, here, kk, K).to(tl.float32)
         tile = _wide_dot(by_s, x, OPERAND, PRECISION) - tl.exp2(rc + rf)[:, None] * queries
-        store_rows(_rows_of(lost, program, i, ROWS, K), tile, used, kk, K)
+        store_rows(_rows_of_map(lost, program, i, C, W, K), tile, used, kk, K)
     if not AGAIN:
         left *= eta[None, :]
         v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
@@ -204,7 +210,8 @@ def _local(
         for begin in range(0, V, BV):
             columns = begin + tl.arange(0, BV)
             y = load_rows(v_at, valued, columns, V).to(OPERAND)
-            store_rows(_rows_of(made, program, i, ROWS, V), _wide_dot(left, y, OPERAND, PRECISION), used, columns, V)
+            at = _rows_of_map(made, program, i, C, W, V)
+            store_rows(at, _wide_dot(left, y, OPERAND, PRECISION), used, columns, V)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -237,8 +244,8 @@ def _carry(
         pair, paired = _pairs_of_half(i, start, count, C, W)
         x_at = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
         x = load_rows(x_at, exists(start + pair, paired, SHIFT, CARRIED), kk, K).to(OPERAND)
-        minus = load_rows(_rows_of(lost, chunk, i, ROWS, K), here | paired, kk, K)
-        at, mask = _turned(_rows_of(made, chunk, i, ROWS, V), columns, here | paired, V)
+        minus = load_rows(_rows_of_map(lost, chunk, i, C, W, K), here | paired, kk, K)
+        at, mask = _turned(_rows_of_map(made, chunk, i, C, W, V), columns, here | paired, V)
         change = -_negative(at, mask, ROWS, OPERAND)
         change -= tl.dot(s.to(OPERAND), tl.trans(minus), input_precision=PRECISION)
         at, mask = _turned(token_rows(output, low + start, i, head, heads, V), columns, here, V)
@@ -282,7 +289,7 @@ def _reverse(
         pair, paired = _pairs_of_half(i, start, count, C, W)
         x_at = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
         x = load_rows(x_at, exists(start + pair, paired, SHIFT, CARRIED), kk, K).to(OPERAND)
-        minus = load_rows(_rows_of(lost, chunk, i, ROWS, K), here | paired, kk, K)
+        minus = load_rows(_rows_of_map(lost, chunk, i, C, W, K), here | paired, kk, K)
         at, mask = _turned(token_rows(grad_output, low + start, i, head, heads, V), columns, here, V)
         given = _negative(at, mask, ROWS, OPERAND)
         given -= tl.dot(g.to(OPERAND), tl.trans(x), input_precision=PRECISION)
@@ -639,7 +646,8 @@ class Plan:
         self.operand = operand_dtype(dtype)
         self.states = (layout.chunks, heads, value_dim, key_dim)
         self.inverse = (chunks, rows, rows)
-        self.lost, self.made = ((chunks, rows, width) for width in (key_dim, value_dim))
+        self.solved = (chunks, rows, value_dim)
+        self.lost, self.made = ((chunks, 2 * layout.chunk + window - 1, width) for width in (key_dim, value_dim))
         self.parts = tuple((chunks, layout.chunk + window - 1, width) for width in (key_dim, value_dim))
         self.energies = (chunks, tile)
         self.across = (layout.length, layout.longest, heads)
@@ -755,7 +763,7 @@ def backward(
         *plan.numbers, flags=(grad_final is not None,),
     )  # fmt: skip
     del lost
-    z, y, (part_x, part_v) = empty(plan.made), empty(plan.made), (empty(s) for s in plan.parts)
+    z, y, (part_x, part_v) = empty(plan.solved), empty(plan.solved), (empty(s) for s in plan.parts)
     plan.adjoint(
         q, k, v, previous, tail_x, tail_v, weight, log_decay, inverse, states, grad_output, grad_states, z, y, part_v,
         *tables, *plan.numbers,
