@@ -3,10 +3,9 @@
     python benchmarks/scalar_rules.py [--wait SECONDS]
     python benchmarks/scalar_rules.py --table           # of results/scalar_rules.json, as in kernels/README.md
 
-Every measurement has a process of its own. They warm up side by side, the first of each width before others, which
-find compiled what it needed; then they are timed one at a time, alone on the device. Two figures each: time as called
-(medians of synchronised calls, host included) and GPU time (sum of the kernels in a profile). Peers need the package
-flash-linear-attention; what fails is left out.
+Every measurement has a process of its own. All warm up side by side, each compiling what it needs; then they are timed
+one at a time, alone on the device. Two figures each: time as called (medians of synchronised calls, host included) and
+GPU time (sum of the kernels in a profile). Peers need the package flash-linear-attention; what fails is left out.
 """
 
 import argparse
@@ -205,12 +204,6 @@ def table(results: dict) -> str:
     return "\n".join(lines)
 
 
-def waves(shapes: list[str]) -> list[list[str]]:
-    """The first shape of each width, then the others."""
-    first = {SHAPES[name].width: name for name in reversed(shapes)}.values()
-    return [[n for n in shapes if n in first], [n for n in shapes if n not in first]]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--wait", type=float, default=300, help="seconds to wait for a process to warm up")
@@ -228,26 +221,24 @@ def main() -> None:
     rows, kernels = [], {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        running: dict[str, subprocess.Popen] = {}
+        running = {
+            f"{work}@{shape}": subprocess.Popen(
+                [sys.executable, __file__, "--worker", work, shape, name],
+                stderr=(folder / f"{work}@{shape}.log").open("w"),
+            )
+            for shape in arguments.shapes
+            for work in arguments.work
+        }
         deadline = time.monotonic() + arguments.wait
-
-        def waiting() -> set[str]:
-            return {n for n, p in running.items() if not (folder / f"{n}.ready").exists() and p.poll() is None}
-
-        for shapes in waves(arguments.shapes):
-            for shape in shapes:
-                for work in arguments.work:
-                    command = [sys.executable, __file__, "--worker", work, shape, name]
-                    log = (folder / f"{work}@{shape}.log").open("w")
-                    running[f"{work}@{shape}"] = subprocess.Popen(command, stderr=log)
-            while waiting() and time.monotonic() < deadline:
-                time.sleep(0.2)
-        late = waiting()
-        for item in late:  # nothing else may use the device from here on
+        waiting = set(running)
+        while waiting and time.monotonic() < deadline:
+            waiting = {n for n in waiting if not (folder / f"{n}.ready").exists() and running[n].poll() is None}
+            time.sleep(0.2)
+        for item in waiting:  # nothing else may use the device from here on
             running[item].kill()
         for item, process in running.items():
             work, shape = item.split("@")
-            if item not in late and (folder / f"{item}.ready").exists():
+            if item not in waiting and (folder / f"{item}.ready").exists():
                 (folder / f"{item}.go").touch()
                 process.wait()
             process.kill()

@@ -238,7 +238,7 @@ def test_custom_ops_keep_their_contract(name, packed):
     bounds = torch.tensor([0, 1, 6, 9], device=DEVICE) if packed else None
     arguments = (
         *inputs.values(), *state[:6], None, bounds, 1, True, triton_schedule.RIDGE[rule.ridge], False, rule.residual,
-        rule.detach_energy, 1e-6, 0.01, False, True, False,
+        rule.detach_energy, 1e-6, 0.01, 0, False, True, False,
     )  # fmt: skip
     torch.library.opcheck(triton_attention.attention_op, arguments)
     tensors = [None if t is None else t.detach() for t in arguments[: triton_attention.TENSORS]]
