@@ -10,6 +10,7 @@ GPU time (sum of the kernels in a profile). Peers need the package flash-linear-
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -52,7 +53,6 @@ SHAPES = {
 }
 COPY_BYTES_PER_SECOND = 4.3e12  # device-to-device copy on an H200, bytes read and written
 OURS = ("falcon_1", "falcon_1a", "falcon_3a")
-PER_CHANNEL = ("falcon_2", "falcon_2a")
 BESIDE = {"falcon_1": "chunk_delta_rule", "falcon_1a": "chunk_simple_gla", "falcon_3a": "falcon_1a"}
 PEERS = ("chunk_delta_rule", "chunk_simple_gla", "sdpa")
 
@@ -69,9 +69,9 @@ def build(work: str, shape: Shape):
         return torch.randn(*size, device="cuda", dtype=torch.float32).to(dtype)
 
     q, k, v = (normal(B, T, H, K).requires_grad_() for _ in range(3))
-    rates = (B, T, H, K) if work in PER_CHANNEL else (B, T, H)
+    rates = (B, T, H, K) if work in ("falcon_2", "falcon_2a") else (B, T, H)
     rate = torch.sigmoid(normal(*rates, dtype=torch.float32)).requires_grad_()
-    if work in OURS or work in PER_CHANNEL:
+    if work.startswith("falcon"):
         from falcon_kernels import Rule, falcon_attention
 
         ridge = (0.02 * torch.rand(B, T, H, device="cuda")).requires_grad_()
@@ -204,9 +204,18 @@ def table(results: dict) -> str:
     return "\n".join(lines)
 
 
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--wait", type=float, default=300, help="seconds to wait for a process to warm up")
+    parser.add_argument("--after", type=int, nargs="*", default=[], help="processes that may run while these warm up")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--work", nargs="*", default=[*OURS, *PEERS])
     parser.add_argument("--table", action="store_true", help="prints that of the last results")
@@ -231,7 +240,7 @@ def main() -> None:
         }
         deadline = time.monotonic() + arguments.wait
         waiting = set(running)
-        while waiting and time.monotonic() < deadline:
+        while (waiting or any(alive(n) for n in arguments.after)) and time.monotonic() < deadline:
             waiting = {n for n in waiting if not (folder / f"{n}.ready").exists() and running[n].poll() is None}
             time.sleep(0.2)
         for item in waiting:  # nothing else may use the device from here on

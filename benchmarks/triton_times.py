@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from falcon_kernels import RULES
 from falcon_kernels.launcher import Launcher
 from report import report
-from scalar_rules import OURS, PER_CHANNEL, SHAPES, as_called, build, kernel_milliseconds
+from scalar_rules import OURS, SHAPES, as_called, build, kernel_milliseconds
 
 WITH_TILES = (
     "_pass",
@@ -193,7 +194,7 @@ def side_by_side(commands: list[list[str]], jobs: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rules", nargs="+", default=list(OURS), choices=(*OURS, *PER_CHANNEL))
+    parser.add_argument("--rules", nargs="+", default=list(OURS), choices=RULES)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--kernels", nargs="+", default=list(SPACE), choices=SPACE, help="to tune")

@@ -165,5 +165,5 @@ def test_what_the_triton_kernels_do_not_take():
         falcon_attention(*(wide[n] for n in INPUTS), rule=Rule("falcon_1"), impl="triton")
     rule = Rule("falcon_3", window=17, smoothness="bound")
     inputs = make_inputs(rule, dtype=torch.float32)
-    with pytest.raises(ValueError, match="rule.window is 17; with impl='triton' it must be at most 16"):
+    with pytest.raises(ValueError, match=r"rule\.window is 17; with impl='triton' it must be at most 16"):
         falcon_attention(*(inputs[n] for n in INPUTS), rule=rule, impl="triton")
