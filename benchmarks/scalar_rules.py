@@ -1,6 +1,7 @@
 """Speed of the scalar-rate rules beside their nearest peers, forward and backward in bfloat16.
 
     python benchmarks/scalar_rules.py [--wait SECONDS]
+    python benchmarks/scalar_rules.py --table           # of results/scalar_rules.json, as in kernels/README.md
 
 Every measurement has a process of its own. All warm up side by side, each compiling what it needs; then they are timed
 one at a time, alone on the device. Two figures each: time as called (medians of synchronised calls, host included) and
@@ -9,6 +10,7 @@ GPU time (sum of the kernels in a profile). Peers need the package flash-linear-
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -20,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from report import report
+from report import RESULTS, report
 
 
 class Shape(NamedTuple):
@@ -51,6 +53,7 @@ SHAPES = {
 }
 COPY_BYTES_PER_SECOND = 4.3e12  # device-to-device copy on an H200, bytes read and written
 OURS = ("falcon_1", "falcon_1a", "falcon_3a")
+BESIDE = {"falcon_1": "chunk_delta_rule", "falcon_1a": "chunk_simple_gla", "falcon_3a": "falcon_1a"}
 PEERS = ("chunk_delta_rule", "chunk_simple_gla", "sdpa")
 
 
@@ -66,8 +69,9 @@ def build(work: str, shape: Shape):
         return torch.randn(*size, device="cuda", dtype=torch.float32).to(dtype)
 
     q, k, v = (normal(B, T, H, K).requires_grad_() for _ in range(3))
-    rate = torch.sigmoid(normal(B, T, H, dtype=torch.float32)).requires_grad_()
-    if work in OURS:
+    rates = (B, T, H, K) if work in ("falcon_2", "falcon_2a") else (B, T, H)
+    rate = torch.sigmoid(normal(*rates, dtype=torch.float32)).requires_grad_()
+    if work.startswith("falcon"):
         from falcon_kernels import Rule, falcon_attention
 
         ridge = (0.02 * torch.rand(B, T, H, device="cuda")).requires_grad_()
@@ -145,19 +149,81 @@ def worker(work: str, shape_name: str, folder: Path) -> None:
     (folder / f"{name}.json").write_text(json.dumps(result))
 
 
-def floor_ms(shape: Shape) -> float:
-    """Time to read q, k, v, gain and ridge and to write the output once, forward."""
+# What a kernel reads and writes at least, forward and backward: tensors [B, T, H, K] and a memory [K, V] for each
+# chunk of 64 tokens, in bfloat16, and inverses [64, 64] in float32, of which blocks above the diagonal are not read.
+ADDITIVE = {"_forward": (1, 0, 0), "_pass": (4, 1, 0), "_reverse_pass": (2, 1, 0), "_chunk_backward": (7, 2, 0)}
+MOVED: dict[str, dict[str, tuple[float, float, float]]] = {
+    "falcon_1a": ADDITIVE,
+    "falcon_3a": ADDITIVE,
+    "falcon_1": {
+        "_forward": (1, 0, 0),
+        "_invert": (1, 0, 1),
+        "_prepare": (9, 0, 2 * 10 / 16),  # W and U, and again W and P' dO
+        "_carry": (4, 1, 0),
+        "_read": (4, 1, 0),
+        "_reverse": (6, 1, 0),
+        "_gradients": (9, 2, 10 / 16),
+    },
+}
+
+
+def floor_ms(shape: Shape, moved: tuple[float, float, float]) -> float:
+    """Milliseconds to move so many tensors, memories of all chunks, and inverses."""
     B, T, H, K, _ = shape
-    return B * T * H * (4 * 2 * K + 8) / COPY_BYTES_PER_SECOND * 1e3
+    tensors, memories, inverses = moved
+    return B * T * H * (tensors * 2 * K + memories * 2 * K * K / 64 + inverses * 4 * 64) / COPY_BYTES_PER_SECOND * 1e3
+
+
+def whole_floor(work: str, shape: Shape) -> float:
+    """Of all kernels of one of ours; else 0."""
+    return sum(floor_ms(shape, moved) for moved in MOVED.get(work, {}).values())
+
+
+def table(results: dict) -> str:
+    """Markdown: times of a forward and backward with ratios, and of each kernel of ours beside its floor."""
+    rows = {(row["shape"], row["work"]): row for row in results["rows"]}
+    lines = ["| B x T x H x K | | GPU, ms | as called, ms | extra MiB | beside |", "|---|---|---|---|---|---|"]
+    for (shape, work), row in rows.items():
+        beside = ""
+        if (shape, BESIDE.get(work)) in rows:
+            peer = rows[shape, BESIDE[work]]
+            gpu, called, extra = (peer[f"both, {n}"] / row[f"both, {n}"] for n in ("GPU ms", "ms", "MiB"))
+            beside = f"{gpu:.2f} and {called:.2f} times as fast as `{peer['work']}`, {1 / extra:.2f} of its memory"
+        name = work if work in OURS else f"`{work}`"
+        line = f"| {shape} | {name} | {row['both, GPU ms']:.2f} | {row['both, ms']:.2f} | {row['both, MiB']:.0f} "
+        lines.append(line + f"| {beside} |")
+    lines += ["", "| kernel, ms: floor, came | " + " | ".join(SHAPES) + " |", "|---" * (len(SHAPES) + 1) + "|"]
+    for work, kernels in MOVED.items():
+        for kernel, moved in kernels.items():
+            line = f"| {work} `{kernel}` |"
+            for shape in SHAPES:
+                came = results["kernels"].get(f"{work}@{shape}", {}).get("both", {}).get(kernel)
+                line += "" if came is None else f" {floor_ms(SHAPES[shape], moved):.3f}, {came:.3f}"
+                line += " |"
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--wait", type=float, default=300, help="seconds to wait for a process to warm up")
+    parser.add_argument("--after", type=int, nargs="*", default=[], help="processes that may run while these warm up")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--work", nargs="*", default=[*OURS, *PEERS])
+    parser.add_argument("--table", action="store_true", help="prints that of the last results")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.table:
+        print(table(json.loads((RESULTS / "scalar_rules.json").read_text())))
+        return
     if arguments.worker:
         worker(*arguments.worker[:2], Path(arguments.worker[2]))
         return
@@ -174,7 +240,7 @@ def main() -> None:
         }
         deadline = time.monotonic() + arguments.wait
         waiting = set(running)
-        while waiting and time.monotonic() < deadline:
+        while (waiting or any(alive(n) for n in arguments.after)) and time.monotonic() < deadline:
             waiting = {n for n in waiting if not (folder / f"{n}.ready").exists() and running[n].poll() is None}
             time.sleep(0.2)
         for item in waiting:  # nothing else may use the device from here on
@@ -187,13 +253,13 @@ def main() -> None:
             process.kill()
             result = folder / f"{item}.json"
             if result.exists():
-                row = {"shape": shape, "work": work, "floor, ms": floor_ms(SHAPES[shape])}
+                row = {"shape": shape, "work": work, "both, floor ms": whole_floor(work, SHAPES[shape])}
                 row |= json.loads(result.read_text())
                 kernels[item] = {what: row.pop(f"{what}, kernels") for what in ("forward", "both")}
                 rows.append(row)
             else:
                 print(f"{item} was not measured: {(folder / f'{item}.log').read_text()[-600:]}")
-    report("scalar_rules", "B x T x H x K, bfloat16; floor: bytes of the forward at 4.3 TB/s", rows, kernels=kernels)
+    report("scalar_rules", "B x T x H x K, bfloat16; floor: bytes of our kernels at 4.3 TB/s", rows, kernels=kernels)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from report import report
 
 DEVICE = torch.device("cuda")
-RULES = ("falcon_1", "falcon_1a", "falcon_3a")
+RULES = ("falcon_1", "falcon_2", "falcon_3", "falcon_1a", "falcon_2a", "falcon_3a")
 NAMES = ("q", "k", "v", "gain", "ridge")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 BOUNDS = {"bf16": (5e-3, 1e-2), "fp32": (1e-5, 5e-5), "fp16": (1e-3, 2e-3)}  # values, gradients
@@ -79,7 +79,7 @@ class Case(NamedTuple):
 
 def groups() -> list[str]:
     """The titles of all groups, those that take longest first."""
-    found = ["large falcon_1", "large falcon_1a", "large falcon_3a"]
+    found = [f"large {rule}" for rule in RULES if rule != "falcon_3"]  # whose windows do not fit beside them
     if importlib.util.find_spec("fla") is not None:
         found = [*PEERS, *found]
     for rule in RULES:
@@ -132,7 +132,8 @@ def inputs(group: Group, case: Case) -> list[Tensor]:
     B, T, H = case[1:4]
     K, V, dtype = group.K, group.V, DTYPES[group.dtype]
     q, k, v = normal(B, T, H, K, seed=0), normal(B, T, H, K, seed=1), normal(B, T, H, V, seed=2)
-    gain, ridge = 2 * torch.sigmoid(normal(B, T, H, seed=3)), torch.sigmoid(normal(B, T, H, seed=4) - 3)
+    rates = (B, T, H, V) if Rule(group.rule).per_channel else (B, T, H)
+    gain, ridge = 2 * torch.sigmoid(normal(*rates, seed=3)), torch.sigmoid(normal(B, T, H, seed=4) - 3)
     if case.cosine is not None:
         k = case.cosine**0.5 * normal(1, 1, 1, K, seed=5) + (1 - case.cosine) ** 0.5 * k
         gain, ridge = gain.clamp(1.99, 1.99), ridge / 100
@@ -301,7 +302,9 @@ def check_large(name: str) -> list[dict[str, Any]]:
     def made(batch, length):
         size = (1, batch * length, H) if packed else (batch, length, H)
         q, k, v, of_output = (numbers(*size, K) for _ in range(4))
-        gain, ridge = (torch.sigmoid(numbers(*size, dtype=torch.float32) - shift) for shift in (0, 3))
+        rates = (*size, K) if rule.per_channel else size
+        gain = torch.sigmoid(numbers(*rates, dtype=torch.float32))
+        ridge = torch.sigmoid(numbers(*size, dtype=torch.float32) - 3)
         return [q, k, v, gain, ridge], of_output, torch.arange(batch + 1, device=DEVICE) * length if packed else None
 
     def results(tensors, of_output, bounds):
@@ -340,10 +343,10 @@ def compared(made, results, packed: bool, first_call: float) -> list[dict[str, A
     return rows_found
 
 
-def peer_inputs(rule: Rule) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+def peer_inputs(rule: Rule, case: Case) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """Leaves q, k, v, gain and ridge, and from them the shifted keys, eta and log gamma, differentiable."""
     group = Group(rule.name, "bf16", 64, 64, state="fresh")
-    given = [t.requires_grad_() for t in inputs(group, Case("peer", 2, 1000, 4))]
+    given = [t.requires_grad_() for t in inputs(group, case)]
     k, gain, ridge = given[1], given[3], given[4] if rule.ridge != "none" else None
     x = torch.nn.functional.pad(k[:, :-1], (0, 0, 0, 0, 1, 0))
     active = (torch.arange(k.shape[1], device=DEVICE) > 0)[None, :, None]
@@ -363,7 +366,7 @@ def check_peer(name: str) -> list[dict[str, Any]]:
     """Outputs beside another package's, and for the ungated delta rule gradients too."""
     rule_name, _, peer = name.split()
     rule = Rule(rule_name, ridge="none" if peer == "chunk_delta_rule" else "scale_coupled")
-    given, x, eta, log_decay = peer_inputs(rule)
+    given, x, eta, log_decay = peer_inputs(rule, Case("peer", 2, 1000, 4))
     q, v = given[0], given[2]
     if peer == "chunk_delta_rule":
         from fla.ops.delta_rule import chunk_delta_rule
@@ -391,7 +394,25 @@ def check_peer(name: str) -> list[dict[str, Any]]:
         mine, other = (torch.autograd.grad(t, given[:4], of_output) for t in (ours, theirs))
         found |= {f"d{n}": error(a, b) for n, a, b in zip(NAMES, mine, other, strict=False)}
     wrong = [f"{n} {e:.2g}" for n, e in found.items() if not e <= PEER_BOUNDS[n.startswith("d")]]
-    return [{"case": "T=1000", "errors": found, "over torch": 0.0, "alone": None, "wrong": wrong}]
+    rows = [{"case": "T=1000", "errors": found, "over torch": 0.0, "alone": None, "wrong": wrong}]
+    return [*rows, *strained_peer(rule)] if peer == "chunk_delta_rule" else rows
+
+
+def strained_peer(rule: Rule) -> list[dict[str, Any]]:
+    """Errors against float64 of both, where keys repeat at a gain of 1.99."""
+    from fla.ops.delta_rule import chunk_delta_rule
+
+    rows: list[dict[str, Any]] = []
+    for cosine in (0.9, 0.99, 1.0):
+        given, x, eta, _ = peer_inputs(rule, Case("", 2, 500, 2, cosine=cosine))
+        q, k, v, gain, _ = (t.detach() for t in given)
+        want = falcon_attention(*(t.double() for t in (q, k, v, gain)), rule=rule, impl="torch").output
+        theirs = chunk_delta_rule(q, x.detach(), v, eta.detach(), scale=1.0)[0]
+        ours = falcon_attention(q, k, v, gain, rule=rule, impl="triton").output
+        for who, output in (("the peer", theirs), ("ours", ours)):
+            row = {"case": f"{who} at cosine {cosine}", "errors": {"output": error(output, want)}, "over torch": 0.0}
+            rows.append(row | {"alone": None, "wrong": []})
+    return rows
 
 
 PEERS = ("falcon_1 beside chunk_gated_delta_rule", "falcon_1a beside chunk_simple_gla",

@@ -1,8 +1,9 @@
 """What each launch configuration of the Triton kernels takes: compiled for a card, without one.
 
-    python benchmarks/triton_resources.py [--card safe] [--fresh] [--key-dims 64] [--windows 1 4] [--dtypes bfloat16]
+    python benchmarks/triton_resources.py [--card safe] [--fresh] [--key-dims 64] [--windows 1 4] [--sliding 4]
+        [--dtypes bfloat16]
 
-falcon_1 is the window of 0.
+falcon_1 is the window of 0, falcon_2a that of -1, falcon_2 of -2; falcon_3 has the windows of `--sliding`.
 
 Exits with 1 where a `safe` configuration takes more shared memory than 100 KB. Registers and stack (spilled registers
 live there) are the assembler's.
@@ -19,7 +20,16 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
-from falcon_kernels import launch, triton_additive, triton_regression, triton_schedule
+from falcon_kernels import (
+    launch,
+    triton_additive,
+    triton_channel,
+    triton_channel_regression,
+    triton_regression,
+    triton_schedule,
+    triton_smoothness,
+    triton_window,
+)
 from falcon_kernels.triton_layout import NUMBERS, Layout
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -28,7 +38,7 @@ TARGETS = {"large": GPUTarget("cuda", 90, 32), "safe": GPUTarget("cuda", 86, 32)
 SHARED = {"large": 227 * 1024, "safe": 99 * 1024}
 FLOATS = {"weight", "log_decay", "w", "u", "c", "initial", "final", "part_decay", "gain", "ridge", "energy"}
 FLOATS |= {"grad_gain", "grad_ridge", "written"}
-FLOATS |= {"memory", "grad_memory", "grad_final", "inverse"}
+FLOATS |= {"memory", "grad_memory", "grad_final", "inverse", "scale", "gram", "sums", "grad_energy"}
 OTHERS = {"bounds": "i64", "first": "i64", "owner": "i64", "lengths": "i64", "previous_valid": "i1", "tail_valid": "i1"}
 
 
@@ -85,9 +95,8 @@ def launches(card: str, dtype: torch.dtype, key_dim: int, window: int, carried: 
     lookback = {"LOOKBACK": triton.next_power_of_2(max(window - 1, 1))}
     if window > 1:
         yield "lookback", triton_additive._add_lookback, launch.Config(0, 4, 3), row | rule | lookback | {"BV": tile}
-    most, warps = (64, 8) if window > 1 else (128, 4)
-    schedule = row | rule | step | {"BK": min(tile, most), "PARTS": 1}
-    yield "schedule", triton_schedule._forward, launch.Config(0, warps, 3), schedule
+    schedule = row | rule | step | {"BK": min(tile, 128), "PARTS": 1, "SMOOTHNESS": 0}
+    yield "schedule", triton_schedule._forward, launch.Config(0, 4, 3), schedule
 
 
 def regression(card: str, dtype: torch.dtype, key_dim: int):
@@ -100,12 +109,64 @@ def regression(card: str, dtype: torch.dtype, key_dim: int):
         layout, (1, 1024, 1, key_dim), key_dim, dtype, torch.device("cpu"), options, False, True, True, sizes=sizes
     )
     flags = {"carry": (True,), "reverse": (True,), "prepare": (False,)}
+    yield from planned(plan, sizes, flags, {"prepare": {"ADJOINT": True}})
+
+
+def sliding(card: str, dtype: torch.dtype, key_dim: int, window: int):
+    """The same of falcon_3."""
+    tile = max(64, launch.padded(key_dim, dtype.itemsize))
+    sizes = launch.WIDE_WINDOW[tile] if dtype.itemsize == 4 else launch.WINDOW[card, dtype.itemsize, tile]
+    smoothness = triton_smoothness.SMOOTHNESS["exact" if window <= 8 else "bound"]
+    options = triton_schedule.Options(
+        window, True, triton_schedule.RIDGE["scale_coupled"], False, True, False, 1e-6, 0.01, smoothness
+    )
+    layout = Layout.of(1, 1024, 0, triton_window.chunk_length(window))
+    plan = triton_window.Plan(
+        layout, (1, 1024, 1, key_dim), key_dim, dtype, torch.device("cpu"), options, False, True, True, sizes=sizes
+    )
+    flags = {"local": (False,), "carry": (True, True), "reverse": (True,)}
+    yield from planned(plan, sizes, flags, {"local": {"AGAIN": True}})
+    schedule = triton_schedule.Plan(layout, 1, key_dim, options, True, True, 1 if dtype.itemsize == 2 else 2).forward
+    config = launch.Config(0, schedule.constants["num_warps"], 3)
+    yield "schedule", schedule.kernel, config, {n: c for n, c in schedule.constants.items() if n != "num_warps"}
+
+
+def planned(plan, sizes: tuple, flags: dict, again: dict):
+    """Each launch of a plan with the configuration of its name; those in `again` also with other flags."""
     for name, config in sizes._asdict().items():
         launcher = getattr(plan, name)
+        if launcher is None:  # nothing that these options need
+            continue
         constants = launcher.constants | dict(zip(launcher.flags, flags.get(name, ()), strict=True))
         yield name, launcher.kernel, config, constants
-        if name == "prepare":
-            yield "its adjoint", launcher.kernel, config, constants | {"ADJOINT": True}
+        if name in again:
+            yield f"{name} again", launcher.kernel, config, constants | again[name]
+
+
+def channel(card: str, dtype: torch.dtype, key_dim: int, residual: bool = False):
+    """The same of falcon_2a, or where `residual` of falcon_2."""
+    tile = max(64, launch.padded(key_dim, dtype.itemsize))
+    sizes = launch.WIDE_CHANNEL[tile] if dtype.itemsize == 4 else launch.CHANNEL[card, dtype.itemsize, tile]
+    options = triton_schedule.Options(
+        1, True, triton_schedule.RIDGE["scale_coupled"], False, residual, False, 1e-6, 0.01
+    )
+    layout = Layout.of(1, 1024, 0, triton_channel.chunk_length(dtype, key_dim))
+    core = triton_channel_regression if residual else triton_channel
+    plan = core.Plan(
+        layout, (1, 1024, 1, key_dim), key_dim, dtype, torch.device("cpu"), options, False, True, True, True,
+        sizes=sizes,
+    )  # fmt: skip
+    modes = dict.fromkeys(("forward", "reverse"), (True, True, True, False))
+    flags = modes | dict.fromkeys(("solve", "unsolve"), (True,))
+    for name, config in sizes._asdict().items():
+        if name not in ("forward", "reverse") if residual else hasattr(plan, name):
+            launcher = getattr(plan, name)
+            constants = launcher.constants | dict(zip(launcher.flags, flags.get(name, ()), strict=True))
+            yield name, launcher.kernel, config, constants
+
+
+def channel_regression(card: str, dtype: torch.dtype, key_dim: int):
+    return channel(card, dtype, key_dim, True)
 
 
 def main() -> int:
@@ -113,6 +174,7 @@ def main() -> int:
     parser.add_argument("--card", choices=list(TARGETS), default="large")
     parser.add_argument("--key-dims", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--sliding", nargs="*", type=int, default=[4], help="windows of falcon_3")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--fresh", action="store_true", help="without a carried state")
     options = parser.parse_args()
@@ -120,13 +182,16 @@ def main() -> int:
     for dtype in options.dtypes:
         for key_dim in options.key_dims:
             kind = getattr(torch, dtype)
-            for window in (0, *options.windows):
-                these = launches(options.card, kind, key_dim, window, not options.fresh) if window else None
-                for name, kernel, config, constants in these or regression(options.card, kind, key_dim):
+            every = [(0, regression), (-1, channel), (-2, channel_regression)]
+            every = [(w, of(options.card, kind, key_dim)) for w, of in every]
+            every += [(w, launches(options.card, kind, key_dim, w, not options.fresh)) for w in options.windows]
+            every += [(w, sliding(options.card, kind, key_dim, w)) for w in options.sliding]
+            for window, these in every:
+                for name, kernel, config, constants in these:
                     used = resources(kernel, options.card, kind, config, constants)
                     fits &= used["shared"] <= SHARED[options.card]
                     print(
-                        f"{dtype:9s} K {key_dim:3d} W {window:2d} {name:12s} tile {config.value_tile:3d} "
+                        f"{dtype:9s} K {key_dim:3d} W {window:2d} {name:13s} tile {config.value_tile:3d} "
                         f"warps {config.warps} stages {config.stages} shared {used['shared']:6d} "
                         f"registers {used['registers']:3d} stack {used['stack']:5d} {used['seconds']:.1f} s",
                         flush=True,

@@ -20,12 +20,41 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from falcon_kernels import RULES
 from falcon_kernels.launcher import Launcher
 from report import report
 from scalar_rules import OURS, SHAPES, as_called, build, kernel_milliseconds
 
-OVER_CHUNKS = ("_pass", "_reverse_pass", "_carry", "_reverse")  # kernels with a tile of value channels a program
-WIDE_ONLY = ("_pass", "_reverse_pass")  # those whose narrower tiles read past their shared memory
+WITH_TILES = (
+    "_pass",
+    "_reverse_pass",
+    "_carry",
+    "_reverse",
+    "_read",
+    "_solve",
+    "_unsolve",
+    "_within",
+)  # kernels with a tile of V a program
+WARPS, STAGES, REGISTERS = ("num_warps", (4, 8)), ("num_stages", (1, 2, 3)), ("maxnreg", (None, 168, 128))
+COMMON = dict((WARPS, STAGES, REGISTERS))
+# With more stages _chunk_backward writes wrong gradients where it does not read its tiles once (Triton 3.6).
+SPACE = {  # bfloat16 tiles of less than 64 columns read past their shared memory where they are right operands
+    "_pass": {"BV": (64, 128)} | COMMON,
+    "_reverse_pass": {"BV": (64, 128)} | COMMON,
+    "_carry": {"BV": (16, 32, 64, 128)} | COMMON,
+    "_reverse": {"BV": (16, 32, 64, 128)} | COMMON,
+    "_prepare": {"BK": (64, 128), "BV": (64, 128)} | COMMON,
+    "_read": {"BK": (64, 128), "BV": (64, 128)} | COMMON,
+    "_gradients": {"BK": (64, 128), "BV": (64, 128)} | COMMON,
+    "_chunk_backward": {"BK": (64, 128), "BV": (64, 128), "ONCE": (True, False)} | COMMON | {"num_stages": (1,)},
+    "_rates": {"BK": (64, 128), "BV": (64, 128)} | COMMON,
+    "_channel_gradients": {"BK": (64, 128)} | COMMON | {"num_stages": (1,)},
+    "_key_gradients": {"BK": (64, 128), "BV": (64, 128)} | COMMON | {"num_stages": (1,)},
+    "_solve": {"BV": (16, 32, 64)} | COMMON,
+    "_unsolve": {"BV": (16, 32, 64)} | COMMON,
+    "_within": {"BK": (64, 128), "BV": (64, 128)} | COMMON,
+    "_invert": {"num_warps": (1, 2), "num_stages": (1, 2, 3), "maxnreg": (None, 168, 128)},
+}
 
 
 def calls(rule: str, shape: str):
@@ -72,23 +101,28 @@ def launches(both) -> list[tuple]:
 
 def candidates(name: str, grid: tuple[int, ...], constants: dict) -> list[tuple[dict, tuple[int, ...]]]:
     """Other options, and the grid that goes with them; the shipped ones first."""
-    found = [({}, grid)]
-    stages_of = (1, 2, 3) if name in OVER_CHUNKS else (1,)
-    for warps, stages, registers in product((4, 8), stages_of, (None, 168, 128)):
-        found.append(({"num_warps": warps, "num_stages": stages, "maxnreg": registers}, grid))
-    if name in OVER_CHUNKS:
-        width, tile = constants["V"], constants["BV"]
-        programs = grid[0] // -(-width // tile)
-        for other in (64, 128) if name in WIDE_ONLY else (16, 32, 64, 128):
-            if other != tile and other <= width:
-                found.append(({"BV": other}, (programs * -(-width // other), 1, 1)))
+    found: list[tuple[dict, tuple[int, ...]]] = [({}, grid)]
+    for values in product(*SPACE[name].values()):
+        options = dict(zip(SPACE[name], values, strict=True))
+        options |= {n: constants[n] for n in ("BK", "BV") if n in options and options[n] > constants[n[1]]}
+        cut = grid
+        if options["num_warps"] == 8 and options["maxnreg"] == 168:  # one program a multiprocessor, as without a limit
+            continue
+        if "BV" in options and name in WITH_TILES:
+            width = constants["V"]
+            programs = grid[0] // -(-width // constants["BV"])
+            cut = (programs * -(-width // options["BV"]), 1, 1)
+        if (options, cut) not in found:
+            found.append((options, cut))
     return found
 
 
-def tune(rule: str, shape: str, part: tuple[int, int] | None) -> None:
-    """Prints, for every kernel, its best options; or compiles a part of the candidates and prints nothing."""
+def tune(rule: str, shape: str, names: list[str], part: tuple[int, int] | None) -> None:
+    """Prints the best options of every kernel of these names; or compiles a part of the candidates."""
     number = 0
     for kernel, grid, arguments, constants in launches(calls(rule, shape)[1]):
+        if kernel.fn.__name__ not in names:
+            continue
         before = [t.clone() if isinstance(t, torch.Tensor) else t for t in arguments]
         shipped, rows = None, []
         for options, cut in candidates(kernel.fn.__name__, grid, constants):
@@ -101,18 +135,19 @@ def tune(rule: str, shape: str, part: tuple[int, int] | None) -> None:
                 continue
             try:
                 spent, written = timed(kernel, cut, arguments, before, these)
-            except RuntimeError as problem:
+            except Exception as problem:  # too much shared memory, or what a compiler cannot do
                 print(f"{rule} {shape} {kernel.fn.__name__} {options}: {str(problem).splitlines()[0][:80]}")
                 continue
             shipped = shipped or written
             off = max((difference(a, b) for a, b in zip(written, shipped, strict=True)), default=0.0)
             rows.append((spent, off, options))
         if rows:
-            fastest = sorted(rows, key=lambda row: row[0])[:5]
+            fastest = sorted(rows, key=lambda row: row[0])[:12]
             best = "; ".join(f"{spent:.3f} ms, off {off:.0e} {options}" for spent, off, options in fastest)
             print(f"{rule} {shape} {kernel.fn.__name__}: shipped {rows[0][0]:.3f} ms; {best}", flush=True)
 
 
+@torch.no_grad()
 def timed(kernel, grid, arguments, before, constants) -> tuple[float, list[torch.Tensor]]:
     """Milliseconds of one launch, and its tensors after the first."""
 
@@ -146,28 +181,30 @@ def difference(have: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def side_by_side(commands: list[list[str]], jobs: int) -> None:
-    """This script with each of the arguments, so many at a time."""
+    """This script with each of the arguments, so many at a time and all silent: compilers print what they refuse."""
     running: list[subprocess.Popen] = []
     for command in commands:
         while sum(process.poll() is None for process in running) >= jobs:
             time.sleep(0.1)
-        running.append(subprocess.Popen([sys.executable, __file__, *command]))
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        running.append(subprocess.Popen([sys.executable, __file__, *command], **quiet))
     for process in running:
         process.wait()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rules", nargs="+", default=list(OURS), choices=OURS)
+    parser.add_argument("--rules", nargs="+", default=list(OURS), choices=RULES)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--kernels", nargs="+", default=list(SPACE), choices=SPACE, help="to tune")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     pairs = [(rule, shape) for shape in arguments.shapes for rule in arguments.rules]
     if arguments.part:
         if arguments.tune:
-            tune(*pairs[0], tuple(arguments.part))
+            tune(*pairs[0], arguments.kernels, tuple(arguments.part))
         else:
             for run in calls(*pairs[0]):
                 run()
@@ -178,17 +215,16 @@ def main() -> None:
     for rule, shape in pairs:
         row, kernels[f"{rule}@{shape}"] = time_one(rule, shape)
         rows.append(row)
-        print(f"{rule} {shape}: " + ", ".join(f"{n} {t:.3f}" for n, t in kernels[f"{rule}@{shape}"]["both"].items()))
+        ours = [f"{n} {t:.3f}" for n, t in kernels[f"{rule}@{shape}"]["both"].items() if n.isidentifier()]
+        print(f"{rule} {shape}: " + ", ".join(ours))
         torch.cuda.empty_cache()
     report("triton_times", "bfloat16; the GPU's times are sums over kernels", rows, kernels=kernels)
     if arguments.tune:
-        parts = str(arguments.jobs)
-        side_by_side(
-            [[*command, "--tune", "--part", str(i), parts] for command in one for i in range(arguments.jobs)],
-            arguments.jobs,
-        )
+        tuned = [[*command, "--tune", "--kernels", *arguments.kernels] for command in one]
+        parts = [["--part", str(i), str(arguments.jobs)] for i in range(arguments.jobs)]
+        side_by_side([command + part for command in tuned for part in parts], arguments.jobs)
         for rule, shape in pairs:
-            tune(rule, shape, None)
+            tune(rule, shape, arguments.kernels, None)
 
 
 if __name__ == "__main__":

@@ -252,7 +252,7 @@ def op_arguments(rule, carried, packed=False, T=20):
     state = _on_device(state_of(rule, B=3 if packed else 1, H=1)) if carried else [None] * 6
     return (
         *inputs.values(), *state[:6], None, bounds, rule.window, True, triton_schedule.RIDGE[rule.ridge], False,
-        rule.residual, rule.detach_energy, 1e-6, 0.01, False, True, False,
+        rule.residual, rule.detach_energy, 1e-6, 0.01, 0, False, True, False,
     )  # fmt: skip
 
 
@@ -344,7 +344,6 @@ def test_bfloat16_inputs(name, K, V, card, monkeypatch):
 @pytest.mark.parametrize(
     ("rule", "dtype", "message"),
     [
-        (Rule("falcon_2a"), torch.float32, "rule is falcon_2a; with impl='triton' it must be one of"),
         (Rule("falcon_1a"), torch.float64, "q has dtype torch.float64; with impl='triton'"),
         (Rule("falcon_3a", window=200), torch.float32, "rule.window is 200; with impl='triton' it must be at most 65"),
     ],

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-KERNELS = ("falcon_1", "falcon_1a", "falcon_3a")
+KERNELS = ("falcon_1", "falcon_2", "falcon_3", "falcon_1a", "falcon_2a", "falcon_3a")
 MODELS = (*RULES, "1-same-step-direct", "1a-normalized", "3a-hybrid")
 DTYPES = (torch.float32, torch.bfloat16)
 SIZES = {"B": 2, "T": 100, "H": 2, "K": 64, "V": 64}
@@ -110,13 +110,15 @@ def test_compiled_with_projections_under_autocast(name):
     def normal(*shape):
         return torch.randn(*shape, generator=generator, device="cuda")
 
-    x, weights = normal(2, 100, 128), [normal(128, n) / 12 for n in (128, 128, 128, 2, 2)]
+    gains = 128 if rule.per_channel else 2
+    x, weights = normal(2, 100, 128), [normal(128, n) / 12 for n in (128, 128, 128, gains, 2)]
     leaves = [x, *weights]
 
     def run(x, *weights):
         with torch.autocast("cuda", torch.bfloat16):
             q, k, v = ((x @ w).unflatten(-1, (2, 64)) for w in weights[:3])
             gain, ridge = (torch.sigmoid((x @ w).float()) for w in weights[3:])
+            gain = gain.unflatten(-1, (2, 64)) if rule.per_channel else gain
             return falcon_attention(q, k, v, gain, ridge, rule=rule).output
 
     torch._dynamo.reset()

@@ -60,20 +60,20 @@ class Regression(NamedTuple):
 
 REGRESSION = {  # keys as in TABLE
     ("large", 2, 64): Regression(
-        Config(32, 1, 1, registers=168),
+        Config(32, 1, 2, registers=168),
         Config(64, 4, 1),
         Config(64, 4, 3),
         Config(64, 4, 1),
-        Config(64, 4, 2),
+        Config(64, 4, 3),
         Config(64, 4, 1),
     ),
     ("large", 2, 128): Regression(
-        Config(32, 1, 1, registers=168),
-        Config(64, 4, 1, registers=128),
+        Config(32, 1, 2, registers=168),
+        Config(64, 4, 3),
         Config(128, 8, 3),
-        Config(128, 8, 1),
+        Config(128, 4, 2, registers=168),
         Config(128, 8, 2),
-        Config(128, 4, 1, 64),
+        Config(128, 4, 2, 64),
     ),
     ("large", 2, 256): Regression(
         Config(32, 1, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1)
@@ -97,6 +97,141 @@ WIDE_REGRESSION = {  # 4-byte operands, on any card, by K
     ),
     256: Regression(
         Config(16, 1, 1), Config(32, 4, 1), Config(16, 8, 1), Config(32, 4, 1), Config(16, 8, 1), Config(16, 4, 1)
+    ),
+}
+
+
+class Channel(NamedTuple):
+    """Configurations of the kernels of the rules with a rate per value channel; all but the passes and solves take
+    `key_tile` key channels at a time."""
+
+    rates: Config
+    forward: Config
+    read: Config
+    reverse: Config
+    channels: Config
+    keys: Config
+    solve: Config
+    within: Config
+    unsolve: Config
+
+
+def _channel(passes: Config, solves: Config, tile: int = 64, registers: int | None = None) -> Channel:
+    """Passes and solves go along sequences; the other kernels, each on a chunk, are launched alike everywhere."""
+    few, many = Config(tile, 4, 1, tile), Config(tile, 8 if tile == 64 else 4, 1, tile)
+    return Channel(few, passes, many._replace(registers=registers), passes, many, many, solves, few, solves)
+
+
+CHANNEL = {  # keys as in TABLE
+    ("large", 2, 64): _channel(Config(64, 4, 3), Config(64, 4, 2), registers=128),
+    ("large", 2, 128): _channel(Config(64, 4, 3), Config(64, 4, 2), registers=128),
+    ("large", 2, 256): _channel(Config(64, 8, 2), Config(64, 8, 2), registers=128),
+    ("safe", 2, 64): _channel(Config(64, 4, 2), Config(64, 4, 2)),
+    ("safe", 2, 128): _channel(Config(64, 4, 1), Config(64, 4, 1)),
+    ("safe", 2, 256): _channel(Config(64, 8, 1), Config(64, 8, 1)),
+}
+WIDE_CHANNEL = {  # 4-byte operands, on any card, by K
+    64: _channel(Config(32, 4, 1), Config(32, 4, 1), 32),
+    128: _channel(Config(16, 8, 1), Config(16, 8, 1), 32),
+    256: _channel(Config(16, 8, 1), Config(16, 8, 1), 32),
+}
+
+
+class Window(NamedTuple):
+    """Configurations of the kernels of falcon_3. All but the passes take as many key as value channels at a time."""
+
+    local: Config
+    carry: Config
+    reverse: Config
+    adjoint: Config
+    gradients: Config
+    add_bound: Config
+    collect: Config
+
+
+WINDOW = {  # keys as in TABLE
+    ("large", 2, 64): Window(
+        Config(64, 4, 1),
+        Config(64, 4, 3),
+        Config(64, 4, 3),
+        Config(64, 4, 1, registers=128),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 2, 1),
+    ),
+    ("large", 2, 128): Window(
+        Config(64, 4, 1),
+        Config(128, 8, 3),
+        Config(128, 8, 2),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 2, 1),
+    ),
+    ("large", 2, 256): Window(
+        Config(64, 4, 1),
+        Config(32, 4, 1),
+        Config(32, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 2, 1),
+    ),
+    ("safe", 2, 64): Window(
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 2, 1),
+    ),
+    ("safe", 2, 128): Window(
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(32, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 2, 1),
+    ),
+    ("safe", 2, 256): Window(
+        Config(64, 4, 1),
+        Config(32, 4, 1),
+        Config(16, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 2, 1),
+    ),
+}
+WIDE_WINDOW = {  # 4-byte operands, on any card, by K
+    64: Window(
+        Config(32, 4, 1),
+        Config(16, 4, 1),
+        Config(16, 4, 1),
+        Config(16, 4, 1),
+        Config(16, 4, 1),
+        Config(32, 4, 1),
+        Config(32, 2, 1),
+    ),
+    128: Window(
+        Config(32, 4, 1),
+        Config(16, 8, 1),
+        Config(16, 8, 1),
+        Config(16, 4, 1),
+        Config(16, 4, 1),
+        Config(32, 4, 1),
+        Config(32, 2, 1),
+    ),
+    256: Window(
+        Config(32, 4, 1),
+        Config(16, 8, 1),
+        Config(16, 8, 1),
+        Config(16, 4, 1),
+        Config(16, 4, 1),
+        Config(32, 4, 1),
+        Config(32, 2, 1),
     ),
 }
 
@@ -138,6 +273,18 @@ def regression(device: torch.device, operand_bytes: int, key_tile: int) -> Regre
     """Configurations of the kernels of falcon_1."""
     key_tile = max(key_tile, 64)
     return WIDE_REGRESSION[key_tile] if operand_bytes == 4 else REGRESSION[card(device)[0], operand_bytes, key_tile]
+
+
+def channel(device: torch.device, operand_bytes: int, key_tile: int) -> Channel:
+    """Configurations of the kernels of the rules with a rate per value channel."""
+    key_tile = max(key_tile, 64)
+    return WIDE_CHANNEL[key_tile] if operand_bytes == 4 else CHANNEL[card(device)[0], operand_bytes, key_tile]
+
+
+def window(device: torch.device, operand_bytes: int, key_tile: int) -> Window:
+    """Configurations of the kernels of falcon_3."""
+    key_tile = max(key_tile, 64)
+    return WIDE_WINDOW[key_tile] if operand_bytes == 4 else WINDOW[card(device)[0], operand_bytes, key_tile]
 
 
 def narrower(device: torch.device, config: Config, rows: int, value_dim: int, key_tile: int) -> Config:

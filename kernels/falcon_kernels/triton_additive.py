@@ -50,7 +50,7 @@ from .triton_layout import (
     v_rows,
     x_rows,
 )
-from .triton_schedule import Before, Options, pair_exists, step_gradients, window_size
+from .triton_schedule import Before, Options, moved, pair_exists, step_gradients, window_size, window_sum
 
 UNROLLED = tl.constexpr(8)  # largest window whose diagonals are not a loop
 
@@ -105,7 +105,7 @@ def _pass(
     row = tl.arange(0, TILE)
     begin = (part * part_chunks).to(tl.int32)
     last = tl.minimum(begin + part_chunks, (count + C - 1) // C)
-    place_of_numbers = ((number + begin) * heads + head) * TILE + row
+    place_of_numbers = (tl.maximum(number + tl.minimum(begin, last - 1), 0) * heads + head) * TILE + row
     at = tl.load(u + place_of_numbers)
     column = tl.load(c + place_of_numbers)
     for n in range(begin, last):
@@ -239,14 +239,6 @@ def _carry(
 
 
 @triton.jit
-def _moved(numbers, by, row):
-    """[TILE] of the numbers `by` rows further down, 0 where there are none."""
-    place = row + by
-    inside = (place >= 0) & (place < row.shape[0])
-    return tl.where(inside, tl.gather(numbers, tl.where(inside, place, row), 0), 0.0)
-
-
-@triton.jit
 def _apart(row, by):
     """Which columns are `by` further than their row."""
     return row[None, :] - row[:, None] == by
@@ -288,8 +280,8 @@ def _diagonal_sum(h, row, by):
 @triton.jit
 def _reads_at(weights, decays, past, got, now, i, u, w, row):
     """Adds to the sums of `_by_step` what is read of pairs with i writes to come; and what is read before those."""
-    weights += _moved(past + now, i, row)
-    decays += _moved(now * got - past * _number_at(w, row - i), i, row)
+    weights += moved(past + now, i, row)
+    decays += moved(now * got - past * _number_at(w, row - i), i, row)
     return weights, decays, (past + now) * tl.exp2(_one_decay(u, row, i))
 
 
@@ -320,27 +312,12 @@ def _by_step(past, h, u, w, row, LAG: tl.constexpr, W: tl.constexpr):
         for d in range(W):
             i = W - 1 - d
             got *= tl.exp2(_one_decay(u, row, i))
-            decays += _moved(_diagonal_sum(h, row, LAG - i) * got, i, row)
+            decays += moved(_diagonal_sum(h, row, LAG - i) * got, i, row)
             got += _number_at(w, row - i)
         for i in range(W):
             now = _diagonal_sum(h, row, LAG - i)
             weights, decays, past = _reads_at(weights, decays, past, got * 0.0, now, i, u, w, row)
     return weights, decays
-
-
-@triton.jit
-def _window_sum(numbers, row, SIGN: tl.constexpr, W: tl.constexpr):
-    """[TILE] sums of W numbers, from each row's own on down, or with a SIGN of -1 up."""
-    total = numbers
-    for bit in tl.static_range(7):
-        if W >> bit & 1:
-            if W & ((1 << bit) - 1):
-                total += _moved(numbers, SIGN * (W & ((1 << bit) - 1)), row)
-            else:
-                total = numbers
-        if W >> bit > 1:
-            numbers += _moved(numbers, SIGN * (1 << bit), row)
-    return total
 
 
 @triton.jit
@@ -427,6 +404,19 @@ def _chunk_backward(
         grad_x_at = (grad_k + (token - lookback - SHIFT * heads) * K, key_offset)
     old = (number * heads + head) * (W - 1)
 
+    valid = count
+    if MASKED:
+        valid = tl.load(lengths + sequence).to(tl.int32)
+    place = start + row
+    number_at = (low + place) * heads + head
+    active = there & pair_exists(place, valid, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    size = window_size(place, valid, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    statistic = tl.load(energy + (number * heads + head) * TILE + row)
+    beta = tl.load(gain + number_at, mask=active, other=0.0).to(tl.float32)
+    base = beta * 0.0
+    if RIDGE > 0:
+        base = tl.load(ridge + number_at, mask=active, other=0.0).to(tl.float32)
+
     if ONCE:
         y = _tiles(y_at, has_value, V, BV, OPERAND)
         out = _tiles(out_at, there, V, BV, OPERAND)
@@ -481,19 +471,6 @@ def _chunk_backward(
     reading = tl.sum(h * column[:, None], 0)  # by the token that reads
     e = tl.exp2(end - at) * column
 
-    valid = count
-    if MASKED:
-        valid = tl.load(lengths + sequence).to(tl.int32)
-    place = start + row
-    token = (low + place) * heads + head
-    active = there & pair_exists(place, valid, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    size = window_size(place, valid, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    statistic = tl.load(energy + (number * heads + head) * TILE + row)
-    beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
-    base = beta * 0.0
-    if RIDGE > 0:
-        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
-
     z = row.to(tl.float32) * 0.0
     from_memory = z
     if ONCE:
@@ -532,7 +509,7 @@ def _chunk_backward(
                 if begin + BV >= V:
                     from_memory += tl.sum(found * again.to(tl.float32), 1)
                 of_q = tl.dot(this, tl.trans(out[begin // BV]), of_q, input_precision=PRECISION)
-            of_q *= tl.exp2(_number_at(u + zero, row - LAG))[None, :]
+            of_q *= tl.gather(tl.exp2(read_u), row, 0)[None, :]
             of_q = tl.dot(tl.trans(x[key_begin // BK]), n_m, of_q, input_precision=PRECISION)
             store_tile(grad_q_at, tl.trans(of_q.to(grad_q.dtype.element_ty)), there, columns, K)
         if not ALONE:
@@ -580,8 +557,8 @@ def _chunk_backward(
             again += (load_tile_again(x_at, zero, readable, key_begin + tl.arange(0, BK), K),)
     reading += from_memory
     if LAG > 0:
-        reading = _moved(reading, LAG, row)  # by the step after which it is read
-    of_end = tl.exp2(end - at) * _window_sum(z, row, 1, W)
+        reading = moved(reading, LAG, row)  # by the step after which it is read
+    of_end = tl.exp2(end - at) * window_sum(z, row, 1, W)
     of_weight = by_weight + of_end
     passed = weight * of_end
     of_decay = tl.cumsum(reading + by_decay, 0, reverse=True) + tl.cumsum(passed, 0) - passed
@@ -589,10 +566,10 @@ def _chunk_backward(
     of_gain, of_ridge, of_norm = step_gradients(
         beta, base, statistic, of_weight / size, of_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
     )
-    tl.store(grad_gain + token, of_gain, mask=there)
+    tl.store(grad_gain + number_at, of_gain, mask=there)
     if RIDGE > 0:
-        tl.store(grad_ridge + token, of_ridge, mask=there)
-    of_norm = 2.0 * _window_sum(of_norm / size, row, -1, W)
+        tl.store(grad_ridge + number_at, of_ridge, mask=there)
+    of_norm = 2.0 * window_sum(of_norm / size, row, -1, W)
 
     if ONCE:
         for key_begin in tl.static_range(0, K, BK):

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import launch, triton_attention, triton_device
+from . import launch, triton_attention, triton_device, triton_window
 from .compaction import compaction
-from .rule import Rule
+from .rule import LARGEST_EXACT_WINDOW, Rule
 from .state import FalconState
 from .triton_schedule import RIDGE
+from .triton_smoothness import SMOOTHNESS
 
-RULES = ("falcon_1", "falcon_1a", "falcon_3a")
 LARGEST_WIDTH = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,27 +54,33 @@ def attention(
             tail_x, tail_v = (
                 torch.where(tail_valid[..., None, None], t, 0).to(k.dtype) for t in (state.tail_x, state.tail_v)
             )
-    values = v
+    values, ones = v, 1
     if rule.normalized_read:
-        values = pad(v, (0, 1), value=1)
+        if rule.per_channel:
+            ones, gain = v.shape[-1], torch.cat([gain, gain], -1)
+        values = pad(v, (0, ones), value=1)
         if state is not None:
-            memory = torch.cat([memory, state.normalizer.float()[..., None]], -1)
+            normalizer = state.normalizer if rule.per_channel else state.normalizer[..., None]
+            memory = torch.cat([memory, normalizer.float()], -1)
             tail_v = None if tail_v is None else pad(tail_v, (0, 1), value=1)
+    smoothness = SMOOTHNESS["trace" if rule.smoothness is None or rule.window == 1 else rule.smoothness]
     output, memory = triton_attention.attention(
         q, k, values, gain, ridge, memory, previous_key, previous_valid, tail_x, tail_v, tail_valid, lengths,
         cu_seqlens, rule.window, rule.shifted, RIDGE[rule.ridge], rule.step_size == "direct", rule.residual,
-        rule.detach_energy, rule.epsilon, rule.decay_floor, rule.timing == "read_before_write", final_state,
+        rule.detach_energy, rule.epsilon, rule.decay_floor, smoothness,
+        rule.timing == "read_before_write", final_state,
     )  # fmt: skip
     if rule.normalized_read:
-        output = (output[..., :-1].float() / (output[..., -1:].float() + rule.read_epsilon)).to(v.dtype)
+        output = (output[..., :-ones].float() / (output[..., -ones:].float() + rule.read_epsilon)).to(v.dtype)
     if compact is not None:
         output = compact.scatter(output)
     if not final_state:
         return output, None
     after = _after(k, v, state, rule, lengths, cu_seqlens)
     if rule.normalized_read:
-        after = after._replace(normalizer=memory[..., -1].contiguous())
-        memory = memory[..., :-1].contiguous()  # as one token's kernel takes it
+        normalizer = memory[..., -ones:] if rule.per_channel else memory[..., -1]
+        after = after._replace(normalizer=normalizer.contiguous())
+        memory = memory[..., :-ones].contiguous()  # as one token's kernel takes it
     return output, after._replace(memory=memory)
 
 
@@ -141,12 +147,16 @@ def _after(
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> str | None:
     """Why the kernels do not take a call, in one sentence, or None where they do."""
-    if rule.name not in RULES:
-        return f"rule is {rule.name}; with impl='triton' it must be one of {', '.join(RULES)}."
     if max(q.shape[-1], v.shape[-1]) > LARGEST_WIDTH:
         return f"q and v are {q.shape[-1]} and {v.shape[-1]} wide; with impl='triton' at most {LARGEST_WIDTH} is taken."
-    if rule.window > launch.LARGEST_WINDOW:
-        return f"rule.window is {rule.window}; with impl='triton' it must be at most {launch.LARGEST_WINDOW}."
+    largest = triton_window.LARGEST_WINDOW if rule.residual else launch.LARGEST_WINDOW
+    if rule.window > largest:
+        return f"rule.window is {rule.window}; with impl='triton' it must be at most {largest}."
+    if rule.smoothness == "exact" and rule.window > LARGEST_EXACT_WINDOW:
+        return (
+            f"rule.smoothness is 'exact' and rule.window {rule.window}; with impl='triton' windows of more than "
+            f"{LARGEST_EXACT_WINDOW} pairs take 'bound' or 'trace'."
+        )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
             return (

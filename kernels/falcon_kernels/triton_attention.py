@@ -11,8 +11,26 @@ from functools import lru_cache, wraps
 import torch
 from torch import Tensor
 
-from . import triton_additive, triton_device, triton_regression, triton_schedule
-from .triton_layout import NAMESPACE, NO_TABLES, Layout, is_plain, operand_dtype
+from . import (
+    triton_additive,
+    triton_channel,
+    triton_channel_regression,
+    triton_device,
+    triton_regression,
+    triton_schedule,
+    triton_window,
+)
+from .launcher import Launcher
+from .triton_layout import (
+    NAMESPACE,
+    NO_TABLES,
+    TABLE_BLOCK,
+    Layout,
+    Tables,
+    fill_tables,
+    is_plain,
+    operand_dtype,
+)
 from .triton_schedule import Before
 
 GIVEN = (
@@ -21,7 +39,7 @@ GIVEN = (
 )
 OPTIONS = (
     "int window, bool shifted, int ridge_mode, bool direct, bool residual, bool detach_energy, float epsilon, "
-    "float decay_floor, bool before"
+    "float decay_floor, int smoothness, bool before"
 )
 TENSORS = GIVEN.count("Tensor")
 KEPT = 6  # for the backward, after the first two of what the op returns
@@ -44,44 +62,59 @@ def _parts(residual: bool, dtype: torch.dtype) -> int:
     return 2 if residual and dtype != torch.bfloat16 else 1
 
 
-def _layout(batch, length, documents, residual, dtype, key_dim, window) -> Layout:
-    chunk = triton_regression.CHUNK if residual else triton_additive.chunk_length(dtype, key_dim, window)
+def _layout(batch, length, documents, residual, dtype, key_dim, window, per_channel) -> Layout:
+    if per_channel:
+        chunk = triton_channel.chunk_length(dtype, key_dim)
+    elif not residual:
+        chunk = triton_additive.chunk_length(dtype, key_dim, window)
+    else:
+        chunk = triton_regression.CHUNK if window == 1 else triton_window.chunk_length(window)
     return Layout.of(batch, length, documents, chunk)
 
 
 class Plan:
-    """The launches of one op: the schedule's, and those of the core that goes with it."""
+    """The launches of one op: the schedule's, and those of the core that goes with it. Rates per channel are their
+    core's own."""
 
-    def __init__(self, shape, value_dim, dtypes, device, documents, masked, carried, aligned, options, before):
+    def __init__(
+        self, shape, value_dim, dtypes, device, documents, masked, carried, aligned, per_channel, options, before
+    ):
         batch, length, heads, key_dim = shape
         window, _, _, _, self.residual, *_ = options
         dtype, self.carried = dtypes[0], carried
-        self.layout = _layout(batch, length, documents, self.residual, dtype, key_dim, window)
+        self.layout = _layout(batch, length, documents, self.residual, dtype, key_dim, window, per_channel)
         schedule = triton_schedule.Options(*options)
-        core = triton_regression.Plan if self.residual else triton_additive.Plan
-        self.core = core(self.layout, shape, value_dim, dtype, device, schedule, before, masked, carried, aligned)
+        self.memory = (self.layout.sequences, heads, key_dim, value_dim)
+        constants = {"CHUNK": self.layout.chunk, "BLOCK": TABLE_BLOCK, "num_warps": 8}
+        self.fill_tables = Launcher(fill_tables, (-(-self.layout.chunks // TABLE_BLOCK),), constants, (), aligned)
+        self.per_channel, self.alone = per_channel, self.residual and window == 1
+        if per_channel:
+            self.kernels = triton_channel_regression if self.residual else triton_channel
+        elif self.residual:
+            self.kernels = triton_regression if self.alone else triton_window
+        else:
+            self.kernels = triton_additive
+        self.core = self.kernels.Plan(
+            self.layout, shape, value_dim, dtype, device, schedule, before, masked, carried, aligned
+        )
+        if per_channel:
+            return
         self.schedule = triton_schedule.Plan(
             self.layout, heads, key_dim, schedule, masked, carried, _parts(self.residual, dtype), aligned
         )
-        self.memory = (self.layout.sequences, heads, key_dim, value_dim)
+
+    def tables(self, cu_seqlens: Tensor | None) -> Tables:
+        """Where the documents of `cu_seqlens` lie."""
+        if cu_seqlens is None:
+            return NO_TABLES
+        sequences, chunks = self.layout.sequences, self.layout.chunks
+        cu_seqlens = cu_seqlens.to(torch.int64)
+        found = Tables(cu_seqlens, cu_seqlens.new_empty(sequences + 1), cu_seqlens.new_empty(chunks))
+        self.fill_tables(*found, sequences, chunks, sequences.bit_length())
+        return found
 
 
 plan_of = lru_cache(maxsize=1024)(Plan)
-
-
-def _planned(arguments: Sequence) -> tuple[Plan, list[Tensor | None]]:
-    """The plan for an op's arguments, and its tensors as the kernels take them."""
-    tensors = [None if t is None else t.contiguous() for t in arguments[:TENSORS]]
-    options = arguments[TENSORS : TENSORS + OPTIONS.count(",") + 1]
-    q, _, v, _, _, memory, *_, lengths, cu_seqlens = tensors
-    dtypes = tuple([None if t is None else t.dtype for t in tensors])
-    aligned = all([t is None or t.data_ptr() % 16 == 0 for t in tensors])
-    documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    plan = plan_of(
-        q.shape, v.shape[-1], dtypes, q.device, documents, lengths is not None, memory is not None, aligned,
-        options[:-1], options[-1],
-    )  # fmt: skip
-    return plan, tensors
 
 
 def _on_its_device(run: Callable) -> Callable:
@@ -96,12 +129,34 @@ def _on_its_device(run: Callable) -> Callable:
 
 
 @_on_its_device
-def _forward(plan: Plan, tensors: list[Tensor | None], final: bool, keep: bool) -> tuple[Tensor | None, ...]:
+def _tables(plan: Plan, tensors: list[Tensor | None]) -> Tables:
+    return plan.tables(tensors[-1])
+
+
+def _planned(arguments: Sequence) -> tuple[Plan, list[Tensor | None], Tables]:
+    """The plan for an op's arguments, its tensors as the kernels take them, and where documents lie."""
+    tensors = [None if t is None else t.contiguous() for t in arguments[:TENSORS]]
+    options = arguments[TENSORS : TENSORS + OPTIONS.count(",") + 1]
+    q, _, v, gain, _, memory, *_, lengths, cu_seqlens = tensors
+    dtypes = tuple([None if t is None else t.dtype for t in tensors])
+    aligned = all([t is None or t.data_ptr() % 16 == 0 for t in tensors])
+    documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    plan = plan_of(
+        q.shape, v.shape[-1], dtypes, q.device, documents, lengths is not None, memory is not None, aligned,
+        gain.dim() == 4, options[:-1], options[-1],
+    )  # fmt: skip
+    return plan, tensors, _tables(plan, tensors)
+
+
+@_on_its_device
+def _forward(
+    plan: Plan, tensors: list[Tensor | None], tables: Tables, final: bool, keep: bool
+) -> tuple[Tensor | None, ...]:
     """What the op returns, None for what is not wanted.
 
     Args:
         tensors: those of `GIVEN`, contiguous.
-            q, k: [B, T, H, K]; v: [B, T, H, V]; gain, ridge: [B, T, H].
+            q, k: [B, T, H, K]; v: [B, T, H, V]; gain, ridge: [B, T, H]; or gain: [B, T, H, V].
             memory: [S, H, K, V] float32 from before the call, S being B or the number of documents; None for a fresh
                 state, with which go no previous keys and no tails.
             previous_key: [S, H, K]; previous_valid: [S] bool; tail_x, tail_v: [S, W - 1, H, .]; tail_valid: [S, W - 1]
@@ -109,21 +164,25 @@ def _forward(plan: Plan, tensors: list[Tensor | None], final: bool, keep: bool) 
             lengths: [B] int64 tokens of each row, the rest of which does nothing; cu_seqlens: [S + 1].
         final, keep: whether the final memory, and what the backward needs, are wanted.
     """
-    q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = tensors
+    q, k, v, gain, ridge, memory, *rest, lengths, _ = tensors
     before = Before(*rest)
-    tables = NO_TABLES if cu_seqlens is None else plan.layout.tables(cu_seqlens)
-    weight, log_decay, energy = triton_schedule.forward(plan.schedule, tables, k, gain, ridge, before, lengths)
     output = torch.empty_like(v)
     final_memory = torch.empty(plan.memory, dtype=torch.float32, device=q.device) if final else None
+    if plan.per_channel:
+        made = plan.kernels.forward(
+            plan.core, tables, q, k, v, gain, ridge, memory, before, lengths, output, final_memory
+        )
+        return output, final_memory, *(made if keep else (*made[:3], None, None, None))
+    weight, log_decay, energy = triton_schedule.forward(plan.schedule, tables, k, gain, ridge, before, lengths)
     kept: tuple[Tensor | None, ...] = (None, None, None)
-    if plan.residual:
+    if plan.alone:
         made = triton_regression.forward(
             plan.core, tables, q, k, v, weight, log_decay, memory, before.previous_key, output, final_memory
         )
         kept = made if keep else kept
     else:
         states = torch.empty(plan.core.states, dtype=plan.core.operand, device=q.device) if keep else None
-        triton_additive.forward(
+        plan.kernels.forward(
             plan.core, tables, q, k, v, weight, log_decay, memory, before, output, states, final_memory
         )
         kept = (None, states, None)
@@ -133,18 +192,18 @@ def _forward(plan: Plan, tensors: list[Tensor | None], final: bool, keep: bool) 
 @_on_its_device
 def _backward(
     plan: Plan,
-    tensors: list[Tensor | None],
+    tensors: Sequence[Tensor | None],
+    tables: Tables,
     kept: Sequence[Tensor],
     grad_output: Tensor | None,
     grad_final: Tensor | None,
 ) -> list[Tensor]:
     """Gradients of what is given among `DIFFERENTIABLE`, in that order; `kept` are `_forward`'s results but two."""
-    q, k, v, gain, ridge, memory, *rest, lengths, cu_seqlens = tensors
+    q, k, v, gain, ridge, memory, *rest, lengths, _ = tensors
     grad_output = torch.zeros_like(v) if grad_output is None else _aligned(grad_output.to(v.dtype).contiguous())
     grad_final = None if grad_final is None else _aligned(grad_final.float().contiguous())
     kept = [_aligned(t) for t in kept]
     before = Before(*rest)
-    tables = NO_TABLES if cu_seqlens is None else plan.layout.tables(cu_seqlens)
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     grad_memory = None if memory is None else torch.empty_like(memory)
     grad_before = Before()
@@ -152,14 +211,14 @@ def _backward(
         key, _, tail_x, tail_v, _ = (None if t is None else torch.zeros_like(t) for t in before)
         grad_before = Before(key, None, tail_x, tail_v)
     grad_gain, grad_ridge = torch.empty_like(gain), None if ridge is None else torch.empty_like(ridge)
-    if plan.residual:
-        triton_regression.backward(
+    if plan.per_channel or plan.alone:
+        plan.kernels.backward(
             plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, kept,
             (grad_q, grad_k, grad_v, grad_gain, grad_ridge), grad_memory, grad_before.previous_key,
         )  # fmt: skip
     else:
         weight, log_decay, energy, _, states, _ = kept
-        triton_additive.backward(
+        plan.kernels.backward(
             plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, weight, log_decay,
             energy, states, (grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory), grad_before,
         )  # fmt: skip
@@ -173,23 +232,33 @@ def _aligned(tensor: Tensor | None) -> Tensor | None:
 
 
 def _fake(*arguments):
-    q, _, v, *_, cu_seqlens = arguments[:TENSORS]
+    q, _, v, gain, *_, cu_seqlens = arguments[:TENSORS]
+    per_channel = gain.dim() == 4
     window, residual, final, keep = arguments[TENSORS], arguments[TENSORS + 4], *arguments[-2:]
     batch, length, heads, key_dim = q.shape
     value_dim, documents = v.shape[-1], 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    layout = _layout(batch, length, documents, residual, q.dtype, key_dim, window)
+    layout = _layout(batch, length, documents, residual, q.dtype, key_dim, window, per_channel)
     memory = v.new_empty(0)
     if final:
         memory = v.new_empty((layout.sequences, heads, key_dim, value_dim), dtype=torch.float32)
-    numbers = triton_schedule.shapes(layout, heads, window, _parts(residual, q.dtype))
+    if per_channel:
+        numbers = triton_channel.shapes(layout, heads, value_dim)
+    else:
+        numbers = triton_schedule.shapes(layout, heads, window, _parts(residual, q.dtype))
     inverse, states, residuals = (v.new_empty(0) for _ in range(3))
     wide = operand_dtype(q.dtype)
-    if residual and keep:
+    if per_channel and keep:
+        states = v.new_empty((layout.chunks, heads, key_dim, value_dim), dtype=wide)
+        if residual:
+            inverse = v.new_empty((layout.chunks, heads, layout.chunk, 16), dtype=torch.float32)
+            residuals = v.new_empty(v.shape, dtype=wide)
+    elif residual and keep and window == 1:
         inverse = v.new_empty((layout.chunks, heads, layout.chunk, layout.chunk), dtype=torch.float32)
         states = v.new_empty((layout.chunks, heads, value_dim, key_dim), dtype=wide)
         residuals = v.new_empty(v.shape, dtype=wide)
     elif keep:
-        states = v.new_empty((layout.chunks, heads, key_dim, value_dim), dtype=wide)
+        matrix = (value_dim, key_dim) if residual else (key_dim, value_dim)
+        states = v.new_empty((layout.chunks, heads, *matrix), dtype=wide)
     three = (v.new_empty(shape, dtype=torch.float32) for shape in numbers)
     return v.new_empty(v.shape), memory, *three, inverse, states, residuals
 
@@ -204,7 +273,7 @@ class _Attention(torch.autograd.Function):
         tensors: Sequence[Tensor | None] = arguments[:TENSORS]
         ctx.plan = None
         if plain:
-            ctx.plan, tensors = planned = _planned(arguments)
+            ctx.plan, tensors, ctx.tables = planned = _planned(arguments)
             found = _forward(*planned, arguments[-2], True)
         else:
             with torch._C._AutoDispatchBelowAutograd():
@@ -223,7 +292,7 @@ class _Attention(torch.autograd.Function):
         if ctx.plan is None:
             found = attention_backward_op(grad_output, grad_final, *saved, *ctx.options)
         else:
-            found = _backward(ctx.plan, saved[:TENSORS], saved[TENSORS:], grad_output, grad_final)
+            found = _backward(ctx.plan, saved[:TENSORS], ctx.tables, saved[TENSORS:], grad_output, grad_final)
         grads = iter(found)
         result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         for i in DIFFERENTIABLE:
@@ -241,7 +310,8 @@ def attention(*arguments) -> tuple[Tensor, Tensor | None]:
 
     Args:
         arguments: `GIVEN`, as in `_forward`; `OPTIONS`, of which ridge_mode is a value of `triton_schedule.RIDGE`,
-            direct has gain be the step size, and before reads before the write; then `final`.
+            smoothness one of `triton_smoothness.SMOOTHNESS`, direct has gain be the step size, and before reads before
+            the write; then `final`.
     """
     arguments = (*arguments, False)
     if torch.compiler.is_compiling() or not is_plain(arguments[0]):
@@ -265,8 +335,8 @@ def _op(*arguments):
 
 
 def _backward_op(grad_output, grad_final, *arguments):
-    plan, tensors = _planned((*arguments[:TENSORS], *arguments[TENSORS + KEPT :]))
-    return _backward(plan, tensors, arguments[TENSORS : TENSORS + KEPT], grad_output, grad_final)
+    planned = _planned((*arguments[:TENSORS], *arguments[TENSORS + KEPT :]))
+    return _backward(*planned, arguments[TENSORS : TENSORS + KEPT], grad_output, grad_final)
 
 
 for _device in ("CPU", "CUDA"):

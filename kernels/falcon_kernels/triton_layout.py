@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 NAMESPACE = "falcon_kernels"  # of the custom ops; a copy of this package beside it needs another
 # No recompilation when these change.
@@ -42,15 +41,6 @@ class Layout(NamedTuple):
             return cls(chunk, documents, length, length // chunk + documents, longest, True)
         return cls(chunk, batch, length, batch * longest, longest, False)
 
-    def tables(self, cu_seqlens: Tensor | None) -> "Tables":
-        if cu_seqlens is None:
-            return NO_TABLES
-        bounds = cu_seqlens.to(torch.int64)
-        first = pad(((bounds.diff() + self.chunk - 1) // self.chunk).cumsum(0), (1, 0))
-        number = torch.arange(self.chunks, device=bounds.device)
-        owner = (torch.searchsorted(first, number, right=True) - 1).clamp_max(self.sequences - 1)
-        return Tables(bounds, first, owner)
-
 
 class Tables(NamedTuple):
     """Where packed documents lie, int64; all None without packing."""
@@ -61,6 +51,30 @@ class Tables(NamedTuple):
 
 
 NO_TABLES = Tables()
+TABLE_BLOCK = 1024  # chunks whose sequences one program finds
+
+
+@triton.jit(do_not_specialize=["sequences", "chunks", "bits"])
+def fill_tables(bounds, first, owner, sequences, chunks, bits, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """`first`, which every program fills for itself, and `owner`; sequences < 2^bits."""
+    i = tl.arange(0, BLOCK)
+    total = tl.zeros([1], tl.int64)
+    tl.store(first + tl.arange(0, 1), total)
+    for begin in range(0, sequences, BLOCK):
+        there = begin + i < sequences
+        at = bounds + begin + i
+        tokens = tl.load(at + 1, mask=there, other=0) - tl.load(at, mask=there, other=0)
+        chunks_of = (tokens + CHUNK - 1) // CHUNK
+        tl.store(first + 1 + begin + i, total + tl.cumsum(chunks_of, 0), mask=there)
+        total += tl.sum(chunks_of, 0)
+    tl.debug_barrier()
+    number = tl.program_id(0) * BLOCK + i
+    sequence = i * 0
+    for k in range(bits):
+        candidate = sequence + (1 << (bits - 1 - k))
+        start = tl.load(first + candidate, mask=candidate < sequences, other=0)
+        sequence = tl.where((candidate < sequences) & (start <= number), candidate, sequence)
+    tl.store(owner + number, sequence.to(tl.int64), mask=number < chunks)
 
 
 def is_plain(tensor: Tensor) -> bool:

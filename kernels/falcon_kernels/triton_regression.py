@@ -270,10 +270,15 @@ def _invert(
     bc2, bf2 = _running(log_decay, places, i + 32, 1, OPERAND)
     bc3, bf3 = _running(log_decay, places, i + 48, 1, OPERAND)
 
-    a00, r00 = _diagonal(e0, g00, bc0, bf0, c0, f0, i, OPERAND)
-    a11, r11 = _diagonal(e1, g11, bc1, bf1, c1, f1, i, OPERAND)
-    a22, r22 = _diagonal(e2, g22, bc2, bf2, c2, f2, i, OPERAND)
-    a33, _ = _diagonal(e3, g33, bc3, bf3, c3, f3, i, OPERAND)
+    # Regions of their own, though the condition is always met: the compiler takes time with the square and more of the
+    # products in one.
+    a00, a11, a22, a33, r00, r11, r22 = none, none, none, none, none, none, none
+    if start < count:
+        a00, r00 = _diagonal(e0, g00, bc0, bf0, c0, f0, i, OPERAND)
+        a11, r11 = _diagonal(e1, g11, bc1, bf1, c1, f1, i, OPERAND)
+    if start < count:
+        a22, r22 = _diagonal(e2, g22, bc2, bf2, c2, f2, i, OPERAND)
+        a33, _ = _diagonal(e3, g33, bc3, bf3, c3, f3, i, OPERAND)
 
     g10, g20, g21, g30, g31, g32 = none, none, none, none, none, none
     for begin in range(0, K, BK):
@@ -566,6 +571,16 @@ def _gradients(
     place = start + i
     here = place < count
     there = exists(place, here, SHIFT, CARRIED)
+    real = count
+    if MASKED:
+        real = tl.load(lengths + sequence).to(tl.int32)
+    row = (low + place) * heads + head
+    active = pair_exists(place, real, previous_valid, previous_valid, sequence, 1, SHIFT, CARRIED)
+    beta = tl.load(gain + row, mask=active, other=0.0).to(tl.float32)
+    coefficient = tl.zeros([C], tl.float32)
+    if RIDGE > 0:
+        coefficient = tl.load(ridge + row, mask=active, other=0.0).to(tl.float32)
+    statistic = tl.load(energy + program * C + i)
     given_at = _rows(grad_output, low + start, head, heads, i, V)
     dz_at = _rows(grad_z, low + start, head, heads, i, V)
     z_at = _rows(z, low + start, head, heads, i, V)
@@ -717,16 +732,6 @@ def _gradients(
     owed = eta * decayed
     grad_decay = tl.cumsum(read + owed - written, 0, reverse=True) - owed - read * LAG + kept
 
-    real = count
-    if MASKED:
-        real = tl.load(lengths + sequence).to(tl.int32)
-    row = (low + place) * heads + head
-    active = pair_exists(place, real, previous_valid, previous_valid, sequence, 1, SHIFT, CARRIED)
-    beta = tl.load(gain + row, mask=active, other=0.0).to(tl.float32)
-    coefficient = tl.zeros([C], tl.float32)
-    if RIDGE > 0:
-        coefficient = tl.load(ridge + row, mask=active, other=0.0).to(tl.float32)
-    statistic = tl.load(energy + program * C + i)
     of_gain, of_ridge, of_energy = step_gradients(
         beta, coefficient, statistic, gained + decayed, grad_decay, active, RIDGE, DIRECT, True, DETACH, EPSILON, FLOOR
     )

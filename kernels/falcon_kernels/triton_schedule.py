@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .launcher import Launcher
 from .triton_layout import NUMBERS, Layout, Tables, chunk_of, exists, load_rows, x_rows
+from .triton_smoothness import SMOOTHNESS, smoothness
 
 RIDGE = {"none": 0, "direct": 1, "scale_coupled": 2}
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -83,6 +84,39 @@ def _log1p_negative(a):
 
 
 @triton.jit
+def moved(numbers, by, row):
+    """[TILE] of the numbers `by` rows further down, 0 where there are none."""
+    place = row + by
+    inside = (place >= 0) & (place < row.shape[0])
+    return tl.where(inside, tl.gather(numbers, tl.where(inside, place, row), 0), 0.0)
+
+
+@triton.jit
+def window_sum(numbers, row, SIGN: tl.constexpr, W: tl.constexpr, u=None):
+    """[TILE] sums of W numbers, from each row's own on down, or with a SIGN of -1 up; from running log decays u [TILE],
+    each number decayed from its own row to the sum's.
+    """
+    total = numbers
+    for bit in tl.static_range(7):
+        if W >> bit & 1:
+            if W & ((1 << bit) - 1):
+                total += _decayed(numbers, row, SIGN * (W & ((1 << bit) - 1)), u)
+            else:
+                total = numbers
+        if W >> bit > 1:
+            numbers += _decayed(numbers, row, SIGN * (1 << bit), u)
+    return total
+
+
+@triton.jit
+def _decayed(numbers, row, by, u):
+    found = moved(numbers, by, row)
+    if u is not None:
+        found *= tl.exp2(tl.minimum(u - moved(u, by, row), 0.0))
+    return found
+
+
+@triton.jit
 def _norms(rows, there, ROWS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
     """[R] squared norms."""
     total = tl.zeros([ROWS], tl.float32)
@@ -99,6 +133,7 @@ def _forward(
     K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, PARTS: tl.constexpr, RIDGE: tl.constexpr,
     DIRECT: tl.constexpr, CAPPED: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
+    SMOOTHNESS: tl.constexpr,
 ):  # fmt: skip
     """The W - 1 pairs before a chunk and its own C, at most, are the TILE rows of one tile."""
     program = tl.program_id(0).to(tl.int64)
@@ -110,15 +145,17 @@ def _forward(
     if MASKED:
         count = tl.load(lengths + sequence).to(tl.int32)
     there = pair_exists(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    pair = place - (W - 1)
-    readable = there
-    if W > 1:
-        readable = pair_exists(pair, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    x = x_rows(k, previous, tail, sequence, low, start, step - (W - 1), head, heads, K, W, SHIFT, CARRIED)
-    statistic = _norms(x, readable, TILE, K, BK)
-    if W > 1:
-        apart = step[None, :] - step[:, None]  # of a row and the row of a token's oldest pair
-        statistic = tl.sum(tl.where((apart >= 0) & (apart < W), statistic[None, :], 0.0), 1)
+    if SMOOTHNESS > 0:
+        statistic = smoothness(
+            k, previous, tail, sequence, low, count, start, step, head, heads, K, BK, W, SHIFT, CARRIED, SMOOTHNESS
+        )
+    else:
+        pair = place - (W - 1)
+        readable = there
+        if W > 1:
+            readable = pair_exists(pair, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+        x = x_rows(k, previous, tail, sequence, low, start, step - (W - 1), head, heads, K, W, SHIFT, CARRIED)
+        statistic = window_sum(_norms(x, readable, TILE, K, BK), step, 1, W)
     size = window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
     statistic = statistic / size
     token = (low + place) * heads + head
@@ -141,9 +178,7 @@ def _forward(
     tl.store(log_decay + number, decay)
     tl.store(energy + number, statistic)
     if W > 1:
-        apart = step[:, None] - step[None, :]
-        passed = tl.exp2(tl.where((apart >= 0) & (apart < W), decay[:, None] - decay[None, :], float("-inf")))
-        tl.store(weight + behind + number, tl.sum(passed * eta[None, :], 1))
+        tl.store(weight + behind + number, window_sum(eta, step, -1, W, decay))
 
 
 @triton.jit
@@ -211,6 +246,7 @@ class Options(NamedTuple):
     detach_energy: bool
     epsilon: float
     decay_floor: float
+    smoothness: int = 0  # a value of `SMOOTHNESS`; 0 is the mean squared norm
 
     def constants(self) -> dict[str, object]:
         """As the kernels name them, those of the way back included."""
@@ -243,11 +279,14 @@ class Plan:
                  parts: int = 1, aligned: bool = False):  # fmt: skip
         self.numbers = (layout.length, layout.longest, heads)
         self.shapes = shapes(layout, heads, options.window, parts)
-        most, warps = (64, 8) if options.window > 1 else (128, 4)  # channels at a time: windows take registers too
+        most, warps = 128, 4  # channels at a time
+        if options.smoothness:
+            most, warps = 32, 1 if options.smoothness == SMOOTHNESS["exact"] else 4
         constants = {
             "K": key_dim, "BK": min(triton.next_power_of_2(key_dim), most), "W": options.window,
             "SHIFT": int(options.shifted), "C": layout.chunk, "TILE": self.shapes[2][2], "MASKED": masked,
-            "PACKED": layout.packed, "CARRIED": carried, "PARTS": parts, "num_warps": warps,
+            "PACKED": layout.packed, "CARRIED": carried, "PARTS": parts, "SMOOTHNESS": options.smoothness,
+            "num_warps": warps,
         } | options.constants()  # fmt: skip
         del constants["DETACH"]  # asks nothing of the forward
         self.forward = Launcher(_forward, (layout.chunks * heads,), constants, aligned=aligned)

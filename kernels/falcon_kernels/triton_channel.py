@@ -1,0 +1,801 @@
+"""The rules with one rate a value channel: falcon_2a, and what falcon_2 has in common with it.
+
+In a chunk of C tokens that finds the memory S, with u [C, V] the running log decay from its start, z = eta o v [C, V]
+(falcon_2: eta o residual) and A = Q X', channel by channel
+
+    O_t = exp(u_t) o (q_t S) + sum_{s <= t} A_ts exp(u_t - u_s) o z_s
+    S'  = S Diag(exp(u_C)) + X' (exp(u_C - u) o z).
+
+Reading before the write takes u_{t-1} for u_t, and s < t. A is of all channels, the decays are not: no C x C mask holds
+them. They are taken apart around a reference row r of u, on either side of a product,
+
+    sum_s A_ts exp(u_t - u_s) o z_s = exp(u_t - u_r) o (A (exp(u_r - u) o z))_t.
+
+Pairs of a token t and an earlier one s are sorted by the span of C, C / 2, ..., 32 tokens that holds them in different
+halves: r is then the last token of the first half, and no exponent is positive. What is left are blocks of 16 tokens,
+with r in their middle: 8 steps on either side, of at most 5 each. So A counts log2(C / 16) + 1 times, each time masked
+to the pairs of one span, and whole; no mask has a channel.
+
+Backward, with dO the cotangent of O and G that of what the chunk leaves,
+
+    G_in  = G Diag(exp(u_C)) + Q' (exp(u) o dO)
+    dZ_s  = sum_{t >= s} A_ts exp(u_t - u_s) o dO_t + exp(u_C - u_s) o (x_s G)
+    dA_ts = sum of dO_t o exp(u_t - u_s) o z_s over channels
+    dQ    = dA X + (exp(u) o dO) S'
+    dX    = dA' Q + (exp(u_C - u) o z) G',
+
+each sum over s or t taken apart as above, and deta = v o dZ, dv = eta o dZ. A log decay's gradient sums, in its
+channel, all that passes over its step: suffix sums of o_t o dO_t less z_s o dZ_s, without the pairs s = t, which
+cancel, and prefix sums of what goes from tokens to the memory that the chunk leaves.
+
+    forward    rates      u, energies, what gains are multiplied by    one program per (chunk, head)
+               pass       S                                            one per (sequence, part, head, V tile)
+               read       O                                            one per (chunk, head, V tile)
+    backward   reverse    G                                            as pass, backwards
+               channels   dv and gain's, sums for ridge and energy     one per (chunk, head, V tile)
+               keys       dQ, dX, ridge's                              one per (chunk, head)
+
+Parts, of long sequences in small batches, are those of triton_additive.py, with a decay per channel.
+
+Elements moved per token and head, u and gains in float32 counting twice beside operands of 2 bytes: rates K + gain + u,
+pass K + V + gain + u + KV/C, read 2K + 2V + gain + u + KV/C, reverse K + V + u + KV/C, channels 2K + 3V + 2 gain + u +
+2KV/C, keys 4K + 2V + gain + u + 2KV/C. Kept for the backward are u and S.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from .launcher import Launcher
+from .triton_layout import (
+    NUMBERS,
+    OPERANDS,
+    Layout,
+    Tables,
+    chunk_of,
+    exists,
+    load_rows,
+    operand_dtype,
+    span,
+    store_rows,
+    token_rows,
+    x_rows,
+)
+from .triton_schedule import LOG2_E, Before, Options, _log1p_negative, _step_size, pair_exists, step_gradients
+
+BLOCK = tl.constexpr(16)  # tokens over which decays are multiplied up around the middle one
+BLOCK_BITS = tl.constexpr(4)
+MIDDLE = tl.constexpr(7)
+
+# The schedule
+
+
+@triton.jit
+def step_of(gain, scale, DIRECT: tl.constexpr, CAPPED: tl.constexpr):
+    """Step sizes of gains, and of the numbers of their tokens that `_rates` leaves, 0 where nothing is done."""
+    if DIRECT and CAPPED:
+        return tl.where(scale > 0.0, tl.minimum(gain, scale), 0.0)
+    else:
+        return gain * scale
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _rates(
+    k, gain, ridge, previous, previous_valid, lengths, scale, log_decay, energy, gram,
+    bounds, first, owner, length, longest, heads,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr,
+    CAPPED: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr, OPERAND: tl.constexpr, GRAM: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk: what its gains are scaled or capped by and its energies, [C], and u [C, V], to base 2.
+
+    GRAM: also x_i x_s' of the tokens of each block of 16, [C, 16].
+    """
+    program = tl.program_id(0).to(tl.int64)
+    head = program % heads
+    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if start >= count:
+        return
+    row = tl.arange(0, C)
+    there = start + row < count
+    if MASKED:
+        count = tl.load(lengths + sequence).to(tl.int32)
+    active = there & pair_exists(start + row, count, previous_valid, previous_valid, sequence, 1, SHIFT, CARRIED)
+    x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
+    statistic = tl.zeros([C], tl.float32)
+    products = tl.zeros([C, C], tl.float32)
+    for begin in range(0, K, BK):
+        x = load_rows(x_at, active, begin + tl.arange(0, BK), K)
+        statistic += tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
+        if GRAM:
+            products = tl.dot(x.to(OPERAND), tl.trans(x.to(OPERAND)), products, input_precision="ieee")
+    number = program * C + row
+    tl.store(energy + number, statistic)
+    if GRAM:
+        same = row[:, None] // BLOCK == row[None, :] // BLOCK
+        tl.store(gram + (number * BLOCK)[:, None] + (row % BLOCK)[None, :], products, mask=same)
+
+    token = ((low + start) * heads + head).to(tl.int64) + row * heads
+    base = tl.zeros([C], tl.float32)
+    if RIDGE > 0:
+        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
+    _, used, safe, possible = _step_size(base, base, statistic, active, RIDGE, DIRECT, CAPPED, EPSILON)
+    if DIRECT and not CAPPED:
+        scaled = tl.where(active, 1.0, 0.0)
+    else:
+        scaled = tl.where(active & possible, (2.0 if DIRECT else 1.0) / safe, 0.0)
+    tl.store(scale + number, scaled)
+    for begin in range(0, V, BV):
+        channels = begin + tl.arange(0, BV)
+        beta = load_rows(token_rows(gain, low + start, row, head, heads, V), active, channels, V).to(tl.float32)
+        eta = step_of(beta, scaled[:, None], DIRECT, CAPPED)
+        decay = LOG2_E * _log1p_negative(tl.minimum(eta * used[:, None], 1.0 - FLOOR))
+        store_rows(log_decay + number * V, tl.cumsum(decay, 0), row >= 0, channels, V)
+
+
+# Decays taken apart
+
+
+@triton.jit
+def row_of(u, channels, AT: tl.constexpr, V: tl.constexpr):
+    """[1, BV] row AT of u."""
+    return tl.load(u + AT * V + channels, mask=channels < V, other=0.0)[None, :]
+
+
+@triton.jit
+def reference(u, row, channels, bits, V: tl.constexpr):
+    """[C, BV] u at the last token of the first half of each row's span of 2 ** bits tokens."""
+    middle = ((row >> bits << 1) + 1 << (bits - 1)) - 1
+    return load_rows(u + middle * V, row >= 0, channels, V)
+
+
+@triton.jit
+def apart(exponent, bits):
+    """exp2 of an exponent that is positive only where it is not used, or in blocks."""
+    return tl.exp2(tl.where(bits > BLOCK_BITS, tl.minimum(exponent, 0.0), exponent))
+
+
+@triton.jit
+def paired(late, early, bits, LAG: tl.constexpr):
+    """Which tokens `late` have `early` in the first half of their span, themselves being in the second; of a block,
+    which come LAG after or later. Both shaped to broadcast."""
+    beyond = tl.where(bits > BLOCK_BITS, (late >> (bits - 1)) - (early >> (bits - 1)), late - early + 1 - LAG)
+    return (late >> bits == early >> bits) & (beyond > 0)
+
+
+@triton.jit
+def read_decays(u, decays, row, channels, LAG: tl.constexpr, V: tl.constexpr):
+    """[C, BV] log decays of what each token reads of the memory that the chunk finds."""
+    if LAG == 0:
+        return decays
+    else:
+        return load_rows(u + (row - LAG) * V, row >= LAG, channels, V)
+
+
+# Passes over chunks
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _pass(
+    k, v, gain, scale, log_decay, previous, initial, states, final, part_decay,
+    bounds, first, length, heads, longest, parts, part_chunks,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr,
+    PACKED: tl.constexpr, CARRIED: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, STORE: tl.constexpr,
+    FINAL: tl.constexpr, INITIAL: tl.constexpr, FROM_ZERO: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The memory S through a part of a sequence. STORE writes what each chunk finds.
+
+    INITIAL starts from `initial` [sequence, part, ...], else from zero; FINAL has the last part write `final`.
+    FROM_ZERO: what the part writes to an empty memory, to `final` [sequence, part, ...], and its log decays.
+    """
+    tiles = (V + BV - 1) // BV
+    program = tl.program_id(0).to(tl.int64)
+    tile, head = program % tiles, program // tiles % heads
+    part = program // (tiles * heads) % parts
+    sequence = program // (tiles * heads * parts)
+    low, count = span(sequence, bounds, length, PACKED)
+    columns, channels = tl.arange(0, BK), tile.to(tl.int32) * BV + tl.arange(0, BV)
+    number = sequence * longest
+    if PACKED:
+        number = tl.load(first + sequence)
+
+    inside = (columns < K)[:, None] & (channels < V)[None, :]
+    matrix = columns[:, None] * V + channels[None, :]
+    part_number = (sequence * parts + part) * heads + head
+    s = tl.zeros([BK, BV], tl.float32)
+    if INITIAL:
+        s = tl.load(initial + part_number * K * V + matrix, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([1, BV], tl.float32)
+
+    row = tl.arange(0, C)
+    begin = (part * part_chunks).to(tl.int32)
+    last = tl.minimum(begin + part_chunks, (count + C - 1) // C)
+    following = tl.maximum(number + tl.minimum(begin, last - 1), 0) * heads + head
+    end = row_of(log_decay + following * C * V, channels, C - 1, V)
+    for n in range(begin, last):
+        start = n * C
+        there = row < count - start
+        chunk = (number + n) * heads + head
+        u = log_decay + chunk * C * V
+        x = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
+        x = load_rows(x, exists(start + row, there, SHIFT, CARRIED), columns, K).to(OPERAND)
+        y = load_rows(token_rows(v, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+        beta = load_rows(token_rows(gain, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+        decays = load_rows(u + row * V, row >= 0, channels, V)
+        z = step_of(beta, tl.load(scale + chunk * C + row)[:, None], DIRECT, CAPPED) * y
+        if STORE:
+            tl.store(states + chunk * K * V + matrix, s, mask=inside)
+        z = (tl.exp2(end - decays) * z).to(OPERAND)
+        s = tl.dot(tl.trans(x), z, s * tl.exp2(end), input_precision=PRECISION)
+        total += end
+        following = (number + tl.minimum(n + 1, last - 1)) * heads + head
+        end = row_of(log_decay + following * C * V, channels, C - 1, V)
+
+    if FROM_ZERO:
+        tl.store(final + part_number * K * V + matrix, s, mask=inside)
+        tl.store(part_decay + part_number * V + channels[None, :], total, mask=(channels < V)[None, :])
+    elif FINAL and part == parts - 1:
+        tl.store(final + (sequence * heads + head) * K * V + matrix, s, mask=inside)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _reverse_pass(
+    q, log_decay, grad_output, initial, states, final, part_decay,
+    bounds, first, length, heads, longest, parts, part_chunks,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LAG: tl.constexpr,
+    PACKED: tl.constexpr, STORE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr, FROM_ZERO: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient G of the memory, backwards through a part.
+
+    STORE writes that of what each chunk leaves; FINAL has the first part write the initial memory's to `final`; the
+    rest as in `_pass`.
+    """
+    tiles = (V + BV - 1) // BV
+    program = tl.program_id(0).to(tl.int64)
+    tile, head = program % tiles, program // tiles % heads
+    part = program // (tiles * heads) % parts
+    sequence = program // (tiles * heads * parts)
+    low, count = span(sequence, bounds, length, PACKED)
+    columns, channels = tl.arange(0, BK), tile.to(tl.int32) * BV + tl.arange(0, BV)
+    number = sequence * longest
+    if PACKED:
+        number = tl.load(first + sequence)
+
+    inside = (columns < K)[:, None] & (channels < V)[None, :]
+    matrix = columns[:, None] * V + channels[None, :]
+    part_number = (sequence * parts + part) * heads + head
+    g = tl.zeros([BK, BV], tl.float32)
+    if INITIAL:
+        g = tl.load(initial + part_number * K * V + matrix, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([1, BV], tl.float32)
+
+    row = tl.arange(0, C)
+    begin = (part * part_chunks).to(tl.int32)
+    last = tl.minimum(begin + part_chunks, (count + C - 1) // C)
+    following = tl.maximum(number + last - 1, 0) * heads + head
+    end = row_of(log_decay + following * C * V, channels, C - 1, V)
+    for i in range(0, last - begin):
+        n = last - 1 - i
+        start = n * C
+        there = row < count - start
+        chunk = (number + n) * heads + head
+        u = log_decay + chunk * C * V
+        queries = load_rows(token_rows(q, low + start, row, head, heads, K), there, columns, K).to(OPERAND)
+        out = load_rows(token_rows(grad_output, low + start, row, head, heads, V), there, channels, V)
+        read = load_rows(u + (row - LAG) * V, row >= LAG, channels, V)
+        if STORE:
+            tl.store(states + chunk * K * V + matrix, g, mask=inside)
+        out = (tl.exp2(read) * out.to(tl.float32)).to(OPERAND)
+        g = tl.dot(tl.trans(queries), out, g * tl.exp2(end), input_precision=PRECISION)
+        total += end
+        following = (number + tl.maximum(n - 1, begin)) * heads + head
+        end = row_of(log_decay + following * C * V, channels, C - 1, V)
+
+    if FROM_ZERO:
+        tl.store(final + part_number * K * V + matrix, g, mask=inside)
+        tl.store(part_decay + part_number * V + channels[None, :], total, mask=(channels < V)[None, :])
+    elif FINAL and part == 0:
+        tl.store(final + (sequence * heads + head) * K * V + matrix, g, mask=inside)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _carry(
+    written, part_decay, initial, parts, heads,
+    SIZE: tl.constexpr, V: tl.constexpr, ENTRIES: tl.constexpr, INITIAL: tl.constexpr, REVERSED: tl.constexpr,
+):  # fmt: skip
+    """Replaces what each part writes [S, parts, H, K V] by the memory that it finds, from `initial` [S, H, K V] on."""
+    blocks = (SIZE + ENTRIES - 1) // ENTRIES
+    program = tl.program_id(0).to(tl.int64)
+    head, sequence = program // blocks % heads, program // (blocks * heads)
+    entry = program % blocks * ENTRIES + tl.arange(0, ENTRIES)
+    inside = entry < SIZE
+    s = tl.zeros([ENTRIES], tl.float32)
+    if INITIAL:
+        s = tl.load(initial + (sequence * heads + head) * SIZE + entry, mask=inside, other=0.0)
+    for i in range(parts):
+        part = parts - 1 - i if REVERSED else i
+        place = (sequence * parts + part) * heads + head
+        own = tl.load(written + place * SIZE + entry, mask=inside, other=0.0)
+        tl.store(written + place * SIZE + entry, s, mask=inside)
+        s = s * tl.exp2(tl.load(part_decay + place * V + entry % V)) + own
+
+
+# Chunks on their own
+
+
+@triton.jit
+def _block(matrix, columns, channels, K: tl.constexpr, V: tl.constexpr):
+    """[BK, BV] of a matrix [K, V]."""
+    return load_rows(matrix + columns * V, columns < K, channels, V)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _read(
+    q, k, written, gain, scale, log_decay, previous, states, output, bounds, first, owner, length, longest, heads,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
+    SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, DIRECT: tl.constexpr,
+    CAPPED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """O of one chunk, head and tile of channels, from what is `written`: values, or residuals."""
+    tiles: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0).to(tl.int64)
+    channels = (program % tiles).to(tl.int32) * BV + tl.arange(0, BV)
+    program = program // tiles
+    head = program % heads
+    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if start >= count:
+        return
+    row = tl.arange(0, C)
+    there = row < count - start
+    nothing = tl.minimum(count - start, 0)  # to the compiler any number: it unrolls no loop, with all of its loads
+    u = log_decay + program * C * V
+    q_at = token_rows(q, low + start, row, head, heads, K)
+    x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
+    readable = exists(start + row, there, SHIFT, CARRIED)
+    decays = load_rows(u + row * V, row >= 0, channels, V)
+    read = read_decays(u, decays, row, channels, LAG, V)
+    y = load_rows(token_rows(written, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+    beta = load_rows(token_rows(gain, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+    z = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED) * y
+
+    scores = tl.zeros([C, C], tl.float32)
+    found = tl.zeros([C, BV], tl.float32)
+    for begin in range(0, K + nothing, BK):
+        columns = begin + tl.arange(0, BK)
+        queries = load_rows(q_at, there, columns, K).to(OPERAND)
+        x = load_rows(x_at, readable, columns, K).to(OPERAND)
+        s = _block(states + program * K * V, columns, channels, K, V).to(OPERAND)
+        scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
+        found = tl.dot(queries, s, found, input_precision=PRECISION)
+    found *= tl.exp2(read)
+    for i in range(SPANS + nothing):
+        bits = BLOCK_BITS + SPANS - 1 - i
+        middle = reference(u, row, channels, bits, V)
+        seen = tl.where(paired(row[:, None], row[None, :], bits, LAG), scores, 0.0).to(OPERAND)
+        early = (apart(middle - decays, bits) * z).to(OPERAND)
+        found += apart(read - middle, bits) * tl.dot(seen, early, input_precision=PRECISION)
+    store_rows(token_rows(output, low + start, row, head, heads, V), found, there, channels, V)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _channel_gradients(
+    q, k, v, gain, ridge, previous, previous_valid, lengths, scale, log_decay, energy, residuals, grad_z, grad_output,
+    states, grad_states, grad_v, grad_gain, sums, bounds, first, owner, length, longest, heads,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
+    SHIFT: tl.constexpr, LAG: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr,
+    RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
+    FLOOR: tl.constexpr, RESIDUAL: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of v and gain of one chunk, head and tile of channels, and what these channels ask of ridge and energy:
+    `sums` [2, tiles, chunks, H, C].
+    """
+    tiles: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0).to(tl.int64)
+    behind = tl.num_programs(0).to(tl.int64) * C
+    channels = (program % tiles).to(tl.int32) * BV + tl.arange(0, BV)
+    sums += program % tiles * (behind // tiles)
+    program = program // tiles
+    head = program % heads
+    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if start >= count:
+        return
+    row = tl.arange(0, C)
+    there = row < count - start
+    nothing = tl.minimum(count - start, 0)  # to the compiler any number: it unrolls no loop, with all of its loads
+    u = log_decay + program * C * V
+    q_at = token_rows(q, low + start, row, head, heads, K)
+    x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
+    readable = exists(start + row, there, SHIFT, CARRIED)
+    decays = load_rows(u + row * V, row >= 0, channels, V)
+    read = read_decays(u, decays, row, channels, LAG, V)
+    end = row_of(u, channels, C - 1, V)
+    y = load_rows(token_rows(v, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+    out = load_rows(token_rows(grad_output, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+    beta = load_rows(token_rows(gain, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+    written = y
+    if RESIDUAL:
+        written = load_rows(token_rows(residuals, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+    z = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED) * written
+
+    scores = tl.zeros([C, C], tl.float32)
+    found = tl.zeros([C, BV], tl.float32)
+    kept = tl.zeros([1, BV], tl.float32)
+    for begin in range(0, K + nothing, BK):
+        columns = begin + tl.arange(0, BK)
+        s = _block(states + program * K * V, columns, channels, K, V)
+        g = _block(grad_states + program * K * V, columns, channels, K, V)
+        kept += tl.sum(s.to(tl.float32) * g.to(tl.float32), 0)[None, :]
+        x = load_rows(x_at, readable, columns, K).to(OPERAND)
+        queries = load_rows(q_at, there, columns, K).to(OPERAND)
+        found = tl.dot(queries, s.to(OPERAND), found, input_precision=PRECISION)
+        scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
+    found *= tl.exp2(read)
+    for i in range(SPANS + nothing):
+        bits = BLOCK_BITS + SPANS - 1 - i
+        middle = reference(u, row, channels, bits, V)
+        seen = tl.where(paired(row[:, None], row[None, :], bits, 1), scores, 0.0).to(OPERAND)
+        early = (apart(middle - decays, bits) * z).to(OPERAND)
+        found += apart(read - middle, bits) * tl.dot(seen, early, input_precision=PRECISION)
+    passing = found * out
+    before = passing * LAG  # what does not pass over a step of its own token
+
+    own = tl.zeros([C], tl.float32)
+    if LAG == 0:
+        own = tl.sum(tl.where(row[:, None] == row[None, :], scores, 0.0), 1)
+    scores = tl.zeros([C, C], tl.float32)
+    of_z = tl.zeros([C, BV], tl.float32)
+    for begin in range(0, K + nothing, BK):
+        columns = begin + tl.arange(0, BK)
+        x = load_rows(x_at, readable, columns, K).to(OPERAND)
+        g = _block(grad_states + program * K * V, columns, channels, K, V).to(OPERAND)
+        of_z = tl.dot(x, g, of_z, input_precision=PRECISION)
+        if not RESIDUAL:
+            queries = load_rows(q_at, there, columns, K).to(OPERAND)
+            scores = tl.dot(x, tl.trans(queries), scores, input_precision=PRECISION)
+    of_z *= tl.exp2(end - decays)
+    passed = z * of_z
+    kept = kept * tl.exp2(end) + tl.sum(passed, 0)[None, :]
+    passing -= passed
+    of_z += own[:, None] * out
+    if RESIDUAL:
+        whole = load_rows(token_rows(grad_z, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
+        read_z, of_z = whole - of_z, whole
+    else:
+        read_z = tl.zeros([C, BV], tl.float32)
+        for i in range(SPANS + nothing):
+            bits = BLOCK_BITS + SPANS - 1 - i
+            middle = reference(u, row, channels, bits, V)
+            seen = tl.where(paired(row[None, :], row[:, None], bits, 1), scores, 0.0).to(OPERAND)
+            late = (apart(read - middle, bits) * out).to(OPERAND)
+            read_z += apart(middle - decays, bits) * tl.dot(seen, late, input_precision=PRECISION)
+        of_z += read_z
+    passing -= z * read_z
+    if RESIDUAL:
+        owed = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED) * of_z * (written - y)
+        passing += owed
+        before += owed
+    of_decay = kept + tl.cumsum(passing, 0, reverse=True) - before
+
+    eta = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED)
+    store_rows(token_rows(grad_v, low + start, row, head, heads, V), eta * of_z, there, channels, V)
+    valid = count
+    if MASKED:
+        valid = tl.load(lengths + sequence).to(tl.int32)
+    active = there & pair_exists(start + row, valid, previous_valid, previous_valid, sequence, 1, SHIFT, CARRIED)
+    token = ((low + start) * heads + head).to(tl.int64) + row * heads
+    base = tl.zeros([C], tl.float32)
+    if RIDGE > 0:
+        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
+    statistic = tl.load(energy + program * C + row)
+    of_gain, of_ridge, of_energy = step_gradients(
+        beta, base[:, None], statistic[:, None], of_z * written, of_decay, active[:, None],
+        RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
+    )  # fmt: skip
+    store_rows(token_rows(grad_gain, low + start, row, head, heads, V), of_gain, there, channels, V)
+    tl.store(sums + program * C + row, tl.sum(of_ridge, 1))
+    tl.store(sums + behind + program * C + row, tl.sum(of_energy, 1))
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _key_gradients(
+    q, k, written, gain, previous, scale, log_decay, grad_z, grad_output, states, grad_states, sums,
+    grad_q, grad_k, grad_ridge, grad_previous, bounds, first, owner, length, longest, heads,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
+    SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RIDGE: tl.constexpr,
+    DIRECT: tl.constexpr, CAPPED: tl.constexpr, TILES: tl.constexpr, RESIDUAL: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of q and the write features, where their keys lie, of one chunk and head; and of ridge.
+
+    dA is held transposed, [written, reading]: so it is a left operand of dX, and a right one of dQ'. RESIDUAL: so is
+    that of X X', both ways round in one matrix.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    behind = tl.num_programs(0).to(tl.int64) * C
+    head = program % heads
+    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if start >= count:
+        return
+    row = tl.arange(0, C)
+    there = row < count - start
+    nothing = tl.minimum(count - start, 0)  # to the compiler any number: it unrolls no loop, with all of its loads
+    u = log_decay + program * C * V
+    scaled = tl.load(scale + program * C + row)
+    written_at = token_rows(written, low + start, row, head, heads, V)
+    out_at = token_rows(grad_output, low + start, row, head, heads, V)
+    if RESIDUAL:
+        grad_z_at = token_rows(grad_z, low + start, row, head, heads, V)
+    gain_at = token_rows(gain, low + start, row, head, heads, V)
+
+    of_scores = tl.zeros([C, C], tl.float32)
+    of_gram = tl.zeros([C, C], tl.float32)
+    for begin in range(0, V, BV):
+        channels = begin + tl.arange(0, BV)
+        decays = load_rows(u + row * V, row >= 0, channels, V)
+        read = read_decays(u, decays, row, channels, LAG, V)
+        beta = load_rows(gain_at, there, channels, V).to(tl.float32)
+        eta = step_of(beta, scaled[:, None], DIRECT, CAPPED)
+        z = eta * load_rows(written_at, there, channels, V).to(tl.float32)
+        out = load_rows(out_at, there, channels, V).to(tl.float32)
+        for i in range(SPANS + nothing):
+            bits = BLOCK_BITS + SPANS - 1 - i
+            middle = reference(u, row, channels, bits, V)
+            early = (apart(middle - decays, bits) * z).to(OPERAND)
+            late = (apart(read - middle, bits) * out).to(OPERAND)
+            product = tl.dot(early, tl.trans(late), input_precision=PRECISION)
+            of_scores += tl.where(paired(row[None, :], row[:, None], bits, LAG), product, 0.0)
+            if RESIDUAL:
+                late = apart(read_decays(u, decays, row, channels, 1, V) - middle, bits)
+                late = (late * eta * load_rows(grad_z_at, there, channels, V).to(tl.float32)).to(OPERAND)
+                product = tl.dot(early, tl.trans(late), input_precision=PRECISION)
+                of_gram -= tl.where(paired(row[None, :], row[:, None], bits, 1), product, 0.0)
+                product = tl.dot(late, tl.trans(early), input_precision=PRECISION)
+                of_gram -= tl.where(paired(row[:, None], row[None, :], bits, 1), product, 0.0)
+    left = of_scores.to(OPERAND)
+
+    of_energy = tl.zeros([C], tl.float32)
+    of_ridge = tl.zeros([C], tl.float32)
+    for i in tl.static_range(TILES):
+        of_ridge += tl.load(sums + i * behind + program * C + row)
+        of_energy += tl.load(sums + (TILES + i) * behind + program * C + row)
+    if RIDGE > 0:
+        token = ((low + start) * heads + head).to(tl.int64) + row * heads
+        tl.store(grad_ridge + token, of_ridge, mask=there)
+
+    q_at = token_rows(q, low + start, row, head, heads, K)
+    x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
+    into = x_rows(grad_k, grad_previous, grad_previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
+    readable = exists(start + row, there, SHIFT, CARRIED)
+    for key_begin in range(0, K + nothing, BK):
+        columns = key_begin + tl.arange(0, BK)
+        of_q = tl.zeros([BK, C], tl.float32)
+        of_x = tl.zeros([C, BK], tl.float32)
+        for begin in range(0, V, BV):
+            channels = begin + tl.arange(0, BV)
+            decays = load_rows(u + row * V, row >= 0, channels, V)
+            read = read_decays(u, decays, row, channels, LAG, V)
+            out = load_rows(out_at, there, channels, V).to(tl.float32)
+            out = (tl.exp2(read) * out).to(OPERAND)
+            s = _block(states + program * K * V, columns, channels, K, V).to(OPERAND)
+            of_q = tl.dot(s, tl.trans(out), of_q, input_precision=PRECISION)
+            beta = load_rows(gain_at, there, channels, V).to(tl.float32)
+            eta = step_of(beta, scaled[:, None], DIRECT, CAPPED)
+            if RESIDUAL:
+                lost = tl.exp2(read_decays(u, decays, row, channels, 1, V)) * eta
+                lost = (-lost * load_rows(grad_z_at, there, channels, V).to(tl.float32)).to(OPERAND)
+                of_x = tl.dot(lost, tl.trans(s), of_x, input_precision=PRECISION)
+            z = eta * load_rows(written_at, there, channels, V).to(tl.float32)
+            z = (tl.exp2(row_of(u, channels, C - 1, V) - decays) * z).to(OPERAND)
+            g = _block(grad_states + program * K * V, columns, channels, K, V).to(OPERAND)
+            of_x = tl.dot(z, tl.trans(g), of_x, input_precision=PRECISION)
+        x = load_rows(x_at, readable, columns, K)
+        of_q = tl.dot(tl.trans(x.to(OPERAND)), left, of_q, input_precision=PRECISION)
+        of_q = tl.trans(of_q.to(grad_q.dtype.element_ty))
+        store_rows(token_rows(grad_q, low + start, row, head, heads, K), of_q, there, columns, K)
+        queries = load_rows(q_at, there, columns, K).to(OPERAND)
+        of_x = tl.dot(left, queries, of_x, input_precision=PRECISION)
+        if RESIDUAL:
+            of_x = tl.dot(of_gram.to(OPERAND), x.to(OPERAND), of_x, input_precision=PRECISION)
+        of_x += 2.0 * of_energy[:, None] * x.to(tl.float32)
+        store_rows(into, of_x, readable, columns, K)
+        if SHIFT:  # the last key is nobody's write feature here
+            last = grad_k + ((low + count - 1) * heads + head) * K
+            none = tl.zeros([BK], grad_k.dtype.element_ty)
+            tl.store(last + columns, none, mask=(columns < K) & (start + C >= count))
+
+
+# Launches
+
+
+def chunk_length(dtype: torch.dtype, key_dim: int) -> int:
+    operand_bytes = operand_dtype(dtype).itemsize
+    return launch.chunk_length(operand_bytes, launch.padded(key_dim, operand_bytes), 1)
+
+
+def shapes(layout: Layout, heads: int, value_dim: int) -> tuple[tuple[int, ...], ...]:
+    """Of scale, log decays and energies."""
+    one = (layout.chunks, heads, layout.chunk)
+    return one, (*one, value_dim), one
+
+
+class Plan:
+    """All of the launches of a call that follows from shapes and options."""
+
+    def __init__(
+        self, layout: Layout, shape: torch.Size, value_dim: int, dtype: torch.dtype, device: torch.device,
+        options: Options, before: bool, masked: bool, carried: bool, aligned: bool = False,
+        sizes: launch.Channel | None = None,
+    ):  # fmt: skip
+        _, _, self.heads, key_dim = shape
+        self.operand = operand_dtype(dtype)
+        self.memory = (layout.sequences, self.heads, key_dim, value_dim)
+        self.states = (layout.chunks, self.heads, key_dim, value_dim)
+        self.shapes = shapes(layout, self.heads, value_dim)
+        size = self.operand.itemsize
+        self.key_tile, self.value_width = (launch.padded(d, size) for d in (key_dim, value_dim))
+        self.sizes = sizes = sizes or launch.channel(device, size, self.key_tile)
+        self.rows, self.all_chunks = layout.sequences * self.heads, layout.chunks * self.heads
+        self.aligned = aligned
+        residual = options.capped
+        self.constants = {
+            "K": key_dim, "V": value_dim, "C": layout.chunk, "SPANS": (layout.chunk // 16).bit_length(),
+            "SHIFT": int(options.shifted), "LAG": int(before), "MASKED": masked, "PACKED": layout.packed,
+            "CARRIED": carried, "RESIDUAL": residual, "OPERAND": OPERANDS[self.operand],
+            "PRECISION": "tf32" if dtype == torch.float16 else "ieee",
+        } | options.constants()  # fmt: skip
+
+        programs = self.rows * self._tiles(sizes.forward)
+        segments = 1 if residual else launch.segments(device, programs, layout.longest)
+        part_chunks = -(-layout.longest // segments)
+        self.parts = -(-layout.longest // part_chunks)
+        self.along = (layout.length, self.heads, layout.longest, self.parts, part_chunks)
+        self.across = (layout.length, layout.longest, self.heads)
+
+        tiles, entries = self._tiles(sizes.channels), key_dim * value_dim
+        self.sums = (2, tiles, layout.chunks, self.heads, layout.chunk)
+        self.rates = self.launcher(_rates, self.all_chunks, sizes.rates, GRAM=residual)
+        self.read = self.launcher(_read, self.all_chunks * self._tiles(sizes.read), sizes.read)
+        self.channels = self.launcher(_channel_gradients, self.all_chunks * tiles, sizes.channels)
+        self.keys = self.launcher(_key_gradients, self.all_chunks, sizes.keys, TILES=tiles)
+        modes = ("STORE", "FINAL", "INITIAL", "FROM_ZERO")
+        programs = self.rows * self.parts
+        self.forward = self.launcher(_pass, programs * self._tiles(sizes.forward), sizes.forward, *modes)
+        self.reverse = self.launcher(_reverse_pass, programs * self._tiles(sizes.reverse), sizes.reverse, *modes)
+        carry = {"SIZE": entries, "V": value_dim, "ENTRIES": 1024, "num_warps": 4}
+        programs = self.rows * -(-entries // 1024)
+        self.carry = Launcher(_carry, (programs,), carry, ("INITIAL", "REVERSED"), aligned)
+
+    def _tiles(self, config: launch.Config) -> int:
+        return -(-self.memory[-1] // min(config.value_tile, self.value_width))
+
+    def launcher(self, kernel, programs: int, config: launch.Config, *flags: str, **more) -> Launcher:
+        tiles = {"BK": min(config.key_tile, self.key_tile), "BV": min(config.value_tile, self.value_width)}
+        constants = {n: c for n, c in (self.constants | tiles | more).items() if n in kernel.arg_names}
+        return Launcher(kernel, (programs,), constants | config.options(), flags, self.aligned)
+
+    def in_parts(self, run, memory: Tensor | None, like: Tensor, reverse: bool) -> Tensor | None:
+        """What each part of each sequence begins with, [S, parts, H, K, V]; `memory` itself where there is one part."""
+        if self.parts == 1:
+            return memory
+        sequences, heads, *matrix = self.memory
+        found = torch.empty((sequences, self.parts, heads, *matrix), dtype=torch.float32, device=like.device)
+        decay = torch.empty((sequences, self.parts, heads, matrix[1]), dtype=torch.float32, device=like.device)
+        run(found, decay)
+        self.carry(found, decay, memory, self.parts, heads, flags=(memory is not None, reverse))
+        return found
+
+
+def forward(
+    plan: Plan,
+    tables: Tables,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor,
+    ridge: Tensor | None,
+    memory: Tensor | None,
+    before: Before,
+    lengths: Tensor | None,
+    output: Tensor,
+    final: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Fills `output` [B, T, H, V] and, where given, `final` [S, H, K, V]; returns what the backward needs.
+
+    Args:
+        q, k: [B, T, H, K]; v, gain: [B, T, H, V]; q, k and v float32, bfloat16 or float16, the same for all.
+        memory: float32 [S, H, K, V]; S is B, or the number of documents; None for zero.
+        before: previous keys, 0 where there is none.
+    """
+    scale, log_decay, energy = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in plan.shapes)
+    plan.rates(
+        k, gain, ridge, before.previous_key, before.previous_valid, lengths, scale, log_decay, energy, None, *tables,
+        *plan.across,
+    )  # fmt: skip
+
+    def run(initial, states, final, part_decay, from_zero):
+        last = final is not None and not from_zero
+        plan.forward(
+            k, v, gain, scale, log_decay, before.previous_key, initial, states, final, part_decay, *tables[:2],
+            *plan.along, flags=(states is not None, last, initial is not None, from_zero),
+        )  # fmt: skip
+
+    states = torch.empty(plan.states, dtype=plan.operand, device=q.device)
+    initial = plan.in_parts(lambda found, decay: run(None, None, found, decay, True), memory, q, False)
+    run(initial, states, final, None, False)
+    plan.read(q, k, v, gain, scale, log_decay, before.previous_key, states, output, *tables, *plan.across)
+    return scale, log_decay, energy, None, states, None
+
+
+def backward(
+    plan: Plan,
+    tables: Tables,
+    grad_output: Tensor,
+    grad_final: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor,
+    ridge: Tensor | None,
+    before: Before,
+    lengths: Tensor | None,
+    kept: tuple[Tensor | None, ...],
+    into: tuple[Tensor | None, ...],
+    grad_memory: Tensor | None,
+    grad_previous: Tensor | None,
+) -> None:
+    """Fills the gradients of q, k, v, gain and ridge, and of memory and previous keys where those are given.
+
+    `kept` is what `forward` returned.
+    """
+    _, log_decay, _, _, states, _ = kept
+    assert states is not None
+    grad_states = torch.empty_like(states)
+
+    def reverse(initial, states, final, part_decay, from_zero):
+        last = final is not None and not from_zero
+        plan.reverse(
+            q, log_decay, grad_output, initial, states, final, part_decay, *tables[:2], *plan.along,
+            flags=(states is not None, last, initial is not None, from_zero),
+        )  # fmt: skip
+
+    initial = plan.in_parts(lambda found, decay: reverse(None, None, found, decay, True), grad_final, q, True)
+    reverse(initial, grad_states, grad_memory, None, False)
+    gradients(
+        plan, tables, grad_output, q, k, v, gain, ridge, before, lengths, kept, None, grad_states, into, grad_previous
+    )
+
+
+def gradients(
+    plan: Plan,
+    tables: Tables,
+    grad_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor,
+    ridge: Tensor | None,
+    before: Before,
+    lengths: Tensor | None,
+    kept: tuple[Tensor | None, ...],
+    grad_z: Tensor | None,
+    grad_states: Tensor,
+    into: tuple[Tensor | None, ...],
+    grad_previous: Tensor | None,
+) -> None:
+    """All but the memory's, of chunks on their own; `grad_z` [B, T, H, V] where what is written is a residual."""
+    scale, log_decay, energy, _, states, residuals = kept
+    grad_q, grad_k, grad_v, grad_gain, grad_ridge = into
+    sums = torch.empty(plan.sums, dtype=torch.float32, device=q.device)
+    plan.channels(
+        q, k, v, gain, ridge, before.previous_key, before.previous_valid, lengths, scale, log_decay, energy, residuals,
+        grad_z, grad_output, states, grad_states, grad_v, grad_gain, sums, *tables, *plan.across,
+    )  # fmt: skip
+    written = v if grad_z is None else residuals
+    plan.keys(
+        q, k, written, gain, before.previous_key, scale, log_decay, grad_z, grad_output, states, grad_states, sums,
+        grad_q, grad_k, grad_ridge, grad_previous, *tables, *plan.across,
+    )  # fmt: skip

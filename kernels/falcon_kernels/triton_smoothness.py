@@ -1,0 +1,263 @@
+"""Largest eigenvalue of the sum of x x' over each token's window (falcon_3), or its bound, and its gradient.
+
+A chunk's tokens are the lanes of vectors: row r of a tile stands for the pair r - (W - 1) of the chunk and for the
+token r, whose oldest pair that is. With B_l[r] = x_r . x_{r+l} the window of the token r has the Gram matrix
+
+    G[a, b] = B_{b-a}[r + a]      0 <= a <= b < W,
+
+kept as W (W + 1) / 2 vectors, so that W products a pair make all windows. Exactly, G / tr G is squared 24 times and
+divided by its trace each time: it ends as a projector onto the top eigenspace, of which a column v of the largest
+diagonal element is an eigenvector whether or not eigenvalues meet. Taken as constant it gives lambda = v' G v and
+D = d lambda / d G = v v'. Back: with c the gradient of what is summed over a token's window, x_a gets
+2 c sum_b D[a, b] x_b. Summed over windows that is a band again, D_l[r] = sum_a (c D[a, a + l])[r - a], so that
+dx_r = 2 sum_l D_l[r] x_{r+l} + D_l[r-l] x_{r-l}.
+
+The bound, (tr G^16)^(1/16), with D = (tr G^16)^(-15/16) G^15, is for large windows, whose matrices a thread cannot
+hold, and takes few products: there the windows of a chunk are the diagonal blocks of one tile, the rows (token, pair)
+of triton_window.py, and all of them are squared by one matrix product.
+"""
+
+import triton
+import triton.language as tl
+
+from .triton_layout import exists, load_rows, x_rows
+
+SMOOTHNESS = {"trace": 0, "exact": 1, "bound": 2}
+SQUARINGS = tl.constexpr(24)
+ROWS = tl.constexpr(64)  # (token, pair) of a chunk
+TINY = tl.constexpr(1.1754943508222875e-38)
+
+
+@triton.jit
+def moved(numbers, by, row):
+    """[R] of the numbers `by` rows further down, 0 where there are none."""
+    place = row + by
+    inside = (place >= 0) & (place < row.shape[0])
+    return tl.where(inside, tl.gather(numbers, tl.where(inside, place, row), 0), 0.0)
+
+
+@triton.jit
+def window_rows(
+    k, previous, tail, sequence, low, count, start, pair, head, heads, columns,
+    K: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+):  # fmt: skip
+    """[R, columns] float32 write features of the pairs start + pair [R], 0 past both ends of the sequence."""
+    place = start + pair
+    rows = x_rows(k, previous, tail, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
+    there = exists(place, (place < count) & (place > -W), SHIFT, CARRIED)
+    return load_rows(rows, there, columns, K).to(tl.float32)
+
+
+@triton.jit
+def _windows(
+    k, previous, tail, sequence, low, count, start, row, head, heads,
+    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+):  # fmt: skip
+    """The Gram matrix of each token's window: a tuple of [R], upper triangles row by row."""
+    pair = row - (W - 1)
+    band = ()
+    for lag in tl.static_range(W):
+        total = tl.zeros(row.shape, tl.float32)
+        for begin in range(0, K, BK):
+            columns = begin + tl.arange(0, BK)
+            x = window_rows(
+                k, previous, tail, sequence, low, count, start, pair, head, heads, columns, K, W, SHIFT, CARRIED
+            )
+            if lag > 0:
+                later = window_rows(
+                    k, previous, tail, sequence, low, count, start, pair + lag, head, heads, columns, K, W, SHIFT,
+                    CARRIED,
+                )  # fmt: skip
+                total += tl.sum(x * later, 1)
+            else:
+                total += tl.sum(x * x, 1)
+        band += (total,)
+    gram = ()
+    for a in tl.static_range(W):
+        for b in tl.static_range(a, W):
+            if a > 0:
+                gram += (moved(band[b - a], a, row),)
+            else:
+                gram += (band[b],)
+    return gram
+
+
+@triton.jit
+def _trace(m, W: tl.constexpr):
+    total = m[0]
+    for a in tl.static_range(1, W):
+        total += m[a * W - a * (a - 1) // 2]
+    return total
+
+
+@triton.jit
+def _over_trace(m, W: tl.constexpr):
+    """m over its trace; zero stays zero."""
+    trace = _trace(m, W)
+    factor = tl.where(trace > 0, 1.0 / tl.where(trace > 0, trace, 1.0), 0.0)
+    scaled = ()
+    for i in tl.static_range(W * (W + 1) // 2):
+        scaled += (m[i] * factor,)
+    return scaled
+
+
+@triton.jit
+def _product(m, n, W: tl.constexpr):
+    """Upper triangle of m n, of symmetric matrices that commute."""
+    product = ()
+    for a in tl.static_range(W):
+        for b in tl.static_range(a, W):
+            total = m[0] * 0.0
+            for c in tl.static_range(W):
+                if c < a:
+                    total += m[c * W - c * (c - 1) // 2 + a - c] * n[c * W - c * (c - 1) // 2 + b - c]
+                elif c < b:
+                    total += m[a * W - a * (a - 1) // 2 + c - a] * n[c * W - c * (c - 1) // 2 + b - c]
+                else:
+                    total += m[a * W - a * (a - 1) // 2 + c - a] * n[b * W - b * (b - 1) // 2 + c - b]
+            product += (total,)
+    return product
+
+
+@triton.jit
+def _top(gram, W: tl.constexpr):
+    power = _over_trace(gram, W)
+    for _ in range(SQUARINGS):
+        power = _over_trace(_product(power, power, W), W)
+    most = power[0]
+    vector = ()
+    for b in tl.static_range(W):
+        vector += (power[b],)
+    for a in tl.static_range(1, W):
+        diagonal = power[a * W - a * (a - 1) // 2]
+        better = diagonal > most
+        most = tl.where(better, diagonal, most)
+        chosen = ()
+        for b in tl.static_range(W):
+            if b < a:
+                chosen += (tl.where(better, power[b * W - b * (b - 1) // 2 + a - b], vector[b]),)
+            else:
+                chosen += (tl.where(better, power[a * W - a * (a - 1) // 2 + b - a], vector[b]),)
+        vector = chosen
+    square = most * 0.0
+    for a in tl.static_range(W):
+        square += vector[a] * vector[a]
+    factor = 1.0 / tl.maximum(tl.sqrt(square), TINY)
+    value = most * 0.0
+    slope = ()
+    for a in tl.static_range(W):
+        for b in tl.static_range(a, W):
+            one = (vector[a] * factor) * (vector[b] * factor)
+            slope += (one,)
+            share = gram[a * W - a * (a - 1) // 2 + b - a] * one
+            if a == b:
+                value += share
+            else:
+                value += 2.0 * share
+    return value, slope
+
+
+@triton.jit
+def window_gradients(
+    k, previous, tail, sequence, low, count, start, row, head, heads, grad_energy,
+    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+    SMOOTHNESS: tl.constexpr,
+):  # fmt: skip
+    """D_l, a tuple of W vectors [R]; of the trace only D_0.
+
+    grad_energy: [R] by token, of what is summed over its window, 0 where none; all windows that hold a row's pair lie
+    in the tile.
+    """
+    if SMOOTHNESS == 0:
+        total = grad_energy
+        for a in tl.static_range(1, W):
+            total += moved(grad_energy, -a, row)
+        return (total,)
+    else:
+        gram = _windows(k, previous, tail, sequence, low, count, start, row, head, heads, K, BK, W, SHIFT, CARRIED)
+        _, slope = _top(gram, W)
+        band = ()
+        for lag in tl.static_range(W):
+            total = grad_energy * slope[lag]
+            for a in tl.static_range(1, W - lag):
+                total += moved(grad_energy * slope[a * W - a * (a - 1) // 2 + lag], -a, row)
+            band += (total,)
+        return band
+
+
+# In one tile
+
+
+@triton.jit
+def _trace_of_block(m, i, step):
+    """[ROWS] of each row the trace of its token's block."""
+    diagonal = tl.sum(tl.where(i[:, None] == i[None, :], m, 0.0), 1)
+    return tl.sum(tl.where(step[:, None] == step[None, :], diagonal[None, :], 0.0), 1)
+
+
+@triton.jit
+def _times(a, b):
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def _powers(
+    k, previous, tail, sequence, low, count, start, i, head, heads,
+    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+):  # fmt: skip
+    """G / tr G, its second, fourth and eighth power; [ROWS] the traces of G and of the sixteenth power."""
+    step = i // W
+    gram = tl.zeros([i.shape[0], i.shape[0]], tl.float32)
+    for begin in range(0, K, BK):
+        x = window_rows(
+            k, previous, tail, sequence, low, count, start, step + i % W - (W - 1), head, heads,
+            begin + tl.arange(0, BK), K, W, SHIFT, CARRIED,
+        )  # fmt: skip
+        gram = tl.dot(x, tl.trans(x), gram, input_precision="tf32x3")
+    gram = tl.where(step[:, None] == step[None, :], gram, 0.0)
+    trace = _trace_of_block(gram, i, step)
+    one = gram * tl.where(trace > 0, 1.0 / tl.where(trace > 0, trace, 1.0), 0.0)[:, None]
+    two = _times(one, one)
+    four = _times(two, two)
+    eight = _times(four, four)
+    squares = tl.sum(eight * eight, 1)
+    return one, two, four, eight, trace, tl.sum(tl.where(step[:, None] == step[None, :], squares[None, :], 0.0), 1)
+
+
+@triton.jit
+def _root(total, power):
+    """total^power, 0 of 0."""
+    return tl.where(total > 0, tl.exp2(tl.log2(tl.where(total > 0, total, 1.0)) * power), 0.0)
+
+
+@triton.jit
+def bound_gradients(
+    k, previous, tail, sequence, low, count, start, i, head, heads, grad_energy,
+    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, ROWS] what, times the features of the rows, is their gradient; grad_energy [ROWS] as above, by row."""
+    one, two, four, eight, _, total = _powers(
+        k, previous, tail, sequence, low, count, start, i, head, heads, K, BK, W, SHIFT, CARRIED
+    )
+    return _times(_times(eight, four), _times(two, one)) * (2.0 * grad_energy * _root(total, -15 / 16))[:, None]
+
+
+# Forward
+
+
+@triton.jit
+def smoothness(
+    k, previous, tail, sequence, low, count, start, row, head, heads,
+    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+    SMOOTHNESS: tl.constexpr,
+):  # fmt: skip
+    """[R] by token, the eigenvalue or bound of the sum of x x' of its window."""
+    if SMOOTHNESS == 1:
+        gram = _windows(k, previous, tail, sequence, low, count, start, row, head, heads, K, BK, W, SHIFT, CARRIED)
+        value, _ = _top(gram, W)
+        return value
+    else:
+        _, _, _, _, trace, total = _powers(
+            k, previous, tail, sequence, low, count, start, tl.arange(0, ROWS), head, heads, K, BK, W, SHIFT, CARRIED
+        )
+        return tl.gather(_root(total, 1 / 16) * trace, tl.minimum(row * W, ROWS - 1), 0)
