@@ -406,9 +406,9 @@ def strained_peer(rule: Rule) -> list[dict[str, Any]]:
     for cosine in (0.9, 0.99, 1.0):
         given, x, eta, _ = peer_inputs(rule, Case("", 2, 500, 2, cosine=cosine))
         q, k, v, gain, _ = (t.detach() for t in given)
-        want = falcon_attention(*(t.double() for t in (q, k, v, gain)), rule=rule, impl="torch").output
+        want = falcon_attention(*(t.double() for t in (q, k, v, gain)), None, rule=rule, impl="torch").output
         theirs = chunk_delta_rule(q, x.detach(), v, eta.detach(), scale=1.0)[0]
-        ours = falcon_attention(q, k, v, gain, rule=rule, impl="triton").output
+        ours = falcon_attention(q, k, v, gain, None, rule=rule, impl="triton").output
         for who, output in (("the peer", theirs), ("ours", ours)):
             row = {"case": f"{who} at cosine {cosine}", "errors": {"output": error(output, want)}, "over torch": 0.0}
             rows.append(row | {"alone": None, "wrong": []})

@@ -69,3 +69,18 @@ def test_readme_size_of_a_memory():
     assert short["state, bytes"] == long["state, bytes"]
     readme = (ROOT / "README.md").read_text()
     assert f"{short['state, bytes']:,} bytes, after {short['context']} tokens as after {long['context']:,}" in readme
+
+
+def test_kernels_readme_has_the_measured_times(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from scalar_rules import table
+
+    readme = (ROOT / "kernels" / "README.md").read_text()
+    for part in table(results("scalar_rules")).split("\n\n"):
+        assert part in readme
+    shares = [f"{r['rule']} {r['share of copy']:.2f}" for r in results("step")["rows"] if r["B, H, K = V"][:2] == "64"]
+    assert len(shares) == 6
+    assert ", ".join(shares) in " ".join(readme.split())
+    young = {row["rule"]: row["both GPU, ms"] for row in results("triton_times")["rows"]}
+    times = [young[rule] for rule in ("falcon_2", "falcon_2a", "falcon_3")]
+    assert "backward take {:.2f}, {:.2f} and {:.2f} ms".format(*times) in readme
