@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from falcon_kernels import FalconState, falcon_attention, falcon_step
 from falcon_kernels.compaction import Compaction, compaction
+from huggingface_hub import create_repo
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import AutoModel, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
@@ -25,6 +26,7 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
 from transformers.utils.generic import can_return_tuple
+from transformers.utils.hub import create_and_tag_model_card
 from transformers.utils.output_capturing import capture_outputs
 
 from .cache_falcon_fast_weight import (
@@ -36,6 +38,7 @@ from .cache_falcon_fast_weight import (
     last_tokens,
     layer_state,
 )
+from .code_falcon_fast_weight import carry_code
 from .configuration_falcon_fast_weight import FalconFastWeightConfig
 
 SHORTEST_MEMORY, LONGEST_MEMORY = 8, 1024
@@ -434,17 +437,28 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
     def save_pretrained(self, save_directory, *args, **kwargs) -> None:
         """As in transformers, but an interrupted save leaves an older checkpoint in the folder as it was.
 
-        All files are written beside the folder and moved into it when they are complete.
+        The code of the model lies beside its weights, see `code_falcon_fast_weight.py`. All files are written beside
+        the folder and moved into it when they are complete; those for the Hub are published before, in one commit.
         """
         target = Path(save_directory)
         if kwargs.get("distributed_checkpoint"):
             return super().save_pretrained(save_directory, *args, **kwargs)
         target.mkdir(parents=True, exist_ok=True)
-        if kwargs.get("push_to_hub"):
-            kwargs.setdefault("repo_id", target.resolve().name)
+        publish = kwargs.pop("push_to_hub", False)
+        names = ("repo_id", "private", "commit_message", "create_pr") if publish else ()
+        hub = {name: kwargs.pop(name) for name in names if name in kwargs}
         with tempfile.TemporaryDirectory(prefix=f".{target.resolve().name}-", dir=target.resolve().parent) as written:
             super().save_pretrained(written, *args, **kwargs)
+            if (Path(written) / "config.json").exists():
+                carry_code(Path(written))
+            if publish:
+                self._publish(written, hub.pop("repo_id", target.resolve().name), kwargs.get("token"), **hub)
             _move_checkpoint(Path(written), target, kwargs.get("variant"))
+
+    def _publish(self, folder: str, repo_id: str, token: str | bool | None, private: bool | None = None, **commit):
+        repo_id = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+        create_and_tag_model_card(repo_id, self.model_tags, token=token).save(Path(folder) / "README.md")
+        self._upload_modified_files(folder, repo_id, {}, token=token, **commit)
 
 
 def _in_head(name: str) -> bool:
@@ -753,11 +767,19 @@ def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     return hidden_states.take_along_dim(logits_to_keep[..., None], 1)
 
 
-class FalconFastWeightForSequenceClassification(GenericForSequenceClassification, FalconFastWeightPreTrainedModel):
+class _Classifier(FalconFastWeightPreTrainedModel):
+    """What transformers' classifiers are built on: they ask AutoModel for the layers."""
+
+    def __init__(self, config: FalconFastWeightConfig):
+        AutoModel.register(type(config), FalconFastWeightModel, exist_ok=True)
+        super().__init__(config)
+
+
+class FalconFastWeightForSequenceClassification(GenericForSequenceClassification, _Classifier):
     """The layers with a linear classifier on the last token."""
 
 
-class FalconFastWeightForTokenClassification(GenericForTokenClassification, FalconFastWeightPreTrainedModel):
+class FalconFastWeightForTokenClassification(GenericForTokenClassification, _Classifier):
     """The layers with a linear classifier on every token."""
 
 

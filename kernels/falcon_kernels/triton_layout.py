@@ -5,6 +5,7 @@ too; pair j of a sequence is (x_j, v_j), with x_j = k_{j-1} where the keys are s
 negative numbers and lie in the tail; x_0 of shifted keys is the previous key.
 """
 
+import zlib
 from typing import NamedTuple, Self
 
 import torch
@@ -12,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = "falcon_kernels"  # of the custom ops; a copy of this package beside it needs another
+# Of the custom ops. Each copy of these modules that a checkpoint carries has one of its own.
+PACKAGED = __name__ == "falcon_kernels.triton_layout"
+NAMESPACE = "falcon_kernels" if PACKAGED else f"falcon_kernels_{zlib.crc32(__name__.encode()):08x}"
 # No recompilation when these change.
 NUMBERS = ["length", "longest", "heads", "parts", "part_chunks", "places"]
 OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}

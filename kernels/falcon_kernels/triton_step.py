@@ -20,7 +20,7 @@ from . import reference, triton_device
 from .launcher import Launcher
 from .rule import RULES, Rule
 from .state import FalconState
-from .triton_layout import is_plain
+from .triton_layout import NAMESPACE, is_plain
 
 LARGEST_HEADS = 127  # what fits into seven bits, see _update_flags
 
@@ -79,7 +79,7 @@ def _supported(inputs: tuple[Tensor | None, ...], state: FalconState) -> bool:
 
 
 torch.library.define(
-    "falcon_kernels::step",
+    f"{NAMESPACE}::step",
     "(Tensor q, Tensor k, Tensor v, Tensor gain, Tensor? ridge, Tensor? mask, Tensor(a!) memory, "
     "Tensor(b!)? previous_key, Tensor(c!)? previous_valid, Tensor(d!)? tail_x, Tensor(e!)? tail_v, "
     "Tensor(f!)? tail_valid, Tensor(g!)? normalizer, str name, int window, str alignment, str timing, str step_size, "
@@ -89,10 +89,10 @@ torch.library.define(
 )
 
 
-operator = torch.ops.falcon_kernels.step.default
+operator = getattr(torch.ops, NAMESPACE).step.default
 
 
-@torch.library.register_fake("falcon_kernels::step")
+@torch.library.register_fake(f"{NAMESPACE}::step")
 def _fake(q, k, v, *rest):
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
@@ -118,7 +118,7 @@ def _launch(
     return output
 
 
-torch.library.impl("falcon_kernels::step", ("cpu", "cuda"))(_launch)
+torch.library.impl(f"{NAMESPACE}::step", ("cpu", "cuda"))(_launch)
 
 
 @lru_cache(maxsize=1024)
