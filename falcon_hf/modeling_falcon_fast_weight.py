@@ -438,7 +438,8 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
         """As in transformers, but an interrupted save leaves an older checkpoint in the folder as it was.
 
         The code of the model lies beside its weights, see `code_falcon_fast_weight.py`. All files are written beside
-        the folder and moved into it when they are complete; those for the Hub are published before, in one commit.
+        the folder and moved into it when they are complete. With push_to_hub they are published in one commit, with the
+        card of the folder where it has one; they are in the folder even if that fails.
         """
         target = Path(save_directory)
         if kwargs.get("distributed_checkpoint"):
@@ -451,13 +452,18 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
             super().save_pretrained(written, *args, **kwargs)
             if (Path(written) / "config.json").exists():
                 carry_code(Path(written))
-            if publish:
-                self._publish(written, hub.pop("repo_id", target.resolve().name), kwargs.get("token"), **hub)
-            _move_checkpoint(Path(written), target, kwargs.get("variant"))
+            try:
+                if publish:
+                    if (target / "README.md").exists():
+                        shutil.copy(target / "README.md", written)
+                    self._publish(Path(written), hub.pop("repo_id", target.resolve().name), kwargs.get("token"), **hub)
+            finally:
+                _move_checkpoint(Path(written), target, kwargs.get("variant"))
 
-    def _publish(self, folder: str, repo_id: str, token: str | bool | None, private: bool | None = None, **commit):
+    def _publish(self, folder: Path, repo_id: str, token: str | bool | None, private: bool | None = None, **commit):
         repo_id = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
-        create_and_tag_model_card(repo_id, self.model_tags, token=token).save(Path(folder) / "README.md")
+        if not (folder / "README.md").exists():
+            create_and_tag_model_card(repo_id, self.model_tags, token=token).save(folder / "README.md")
         self._upload_modified_files(folder, repo_id, {}, token=token, **commit)
 
 

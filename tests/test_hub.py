@@ -1,0 +1,136 @@
+"""Models go to the Hub and come back, through the real client and a small server that speaks its protocol."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hub_server import TOKEN, Hub
+from tiny_models import tiny_model
+
+from falcon_hf.code_falcon_fast_weight import code_files
+
+HIDE = "import sys\nfor name in ('falcon_hf', 'falcon_kernels', 'triton'): sys.modules[name] = None\n"
+
+
+@pytest.fixture
+def hub():
+    with Hub() as hub:
+        yield hub
+
+
+def client(hub: Hub, home: Path, code: str = "", arguments=(), clean: bool = False) -> subprocess.CompletedProcess:
+    """Code, or the command with these arguments, in a new interpreter whose Hub is `hub`.
+
+    With `clean` it cannot import this package.
+    """
+    home.mkdir(exist_ok=True)
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    command = [*(["-I"] if clean else []), "-c", HIDE + code if clean else code]
+    if arguments:
+        command = ["-m", "falcon_hf.cli", *map(str, arguments)]
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, encoding="utf-8", timeout=300
+    )
+
+
+def test_a_pushed_model_loads_without_the_package(hub, checkpoint, tmp_path):
+    """Sharded, private, on a branch: each push is one commit, and nobody reads it without the token."""
+    done = client(
+        hub,
+        tmp_path / "home",
+        f"""
+from transformers import AutoModelForCausalLM, AutoTokenizer
+import falcon_hf
+model = AutoModelForCausalLM.from_pretrained({str(checkpoint)!r})
+tokenizer = AutoTokenizer.from_pretrained({str(checkpoint)!r})
+tokenizer.push_to_hub("me/model", private=True, token={TOKEN!r})
+model.push_to_hub("me/model", token={TOKEN!r}, max_shard_size="10KB")
+model.config.eos_token_id = 7
+model.push_to_hub("me/model", token={TOKEN!r}, revision="other")
+ids = tokenizer("A pointer", return_tensors="pt").input_ids
+print(model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)[0].tolist())
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    files = hub.files("me/model")
+    assert {name: text.encode() for name, text in code_files().items()}.items() <= files.items()
+    assert "model.safetensors.index.json" in files
+    assert {"README.md", "tokenizer.json", "config.json"} <= files.keys()
+    assert "model.safetensors" in hub.files("me/model", "other")
+    assert [len(commits) for commits in hub.branches["me/model"].values()] == [3, 4]
+    assert hub.private == {"me/model": True}
+    loaded = client(
+        hub,
+        tmp_path / "elsewhere",
+        f"""
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+given = dict(token={TOKEN!r}, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("me/model", **given)
+ids = AutoTokenizer.from_pretrained("me/model", **given)("A pointer", return_tensors="pt").input_ids
+print(model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)[0].tolist())
+model.push_to_hub("me/again", token={TOKEN!r})
+other = AutoModelForCausalLM.from_pretrained("me/model", revision="other", **given)
+assert other.config.eos_token_id == 7 != model.config.eos_token_id
+for token in (False, "hf_wrong"):
+    try:
+        AutoConfig.from_pretrained("me/model", token=token, trust_remote_code=True, force_download=True)
+    except OSError as error:
+        print("refused")
+""",
+        clean=True,
+    )
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout == done.stdout + "refused\n" * 2
+    again = hub.files("me/again")
+    assert {name: text.encode() for name, text in code_files().items()}.items() <= again.items()
+    assert b"me/model" not in again["config.json"]
+
+
+def test_what_fails_publishes_nothing_and_can_be_repeated(hub, tmp_path):
+    tiny_model(torch.float32).save_pretrained(tmp_path / "model")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "README.md").write_text("My own card.")
+    hub.cut = ["PUT /large", "POST /api/models/me/model/commit"]
+    done = client(
+        hub,
+        tmp_path / "home",
+        f"""
+import falcon_hf
+model = falcon_hf.FalconFastWeightForCausalLM.from_pretrained({str(tmp_path / "model")!r})
+for token in ("hf_wrong", {TOKEN!r}, {TOKEN!r}):
+    try:
+        model.save_pretrained({str(tmp_path / "saved")!r}, push_to_hub=True, repo_id="me/model", token=token)
+        print("published")
+    except Exception as error:
+        print(str(error).splitlines()[0])
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    wrong, cut, published = done.stdout.splitlines()
+    assert "401" in wrong
+    assert "hf_wrong" not in wrong
+    assert "disconnected" in cut
+    assert published == "published"
+    assert len(hub.branches["me/model"]["main"]) == 2
+    assert {"model.safetensors", "config.json", *code_files()} <= hub.files("me/model").keys()
+    assert hub.files("me/model")["README.md"] == b"My own card."
+    assert (
+        sum(request.startswith("PUT /large") for request in hub.requests) == 2
+    )  # cut, and again; not at the third push
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == hub.files("me/model").keys() - {".gitattributes"}
+    hub.cut = ["GET /me/model/resolve"]
+    loaded = client(
+        hub,
+        tmp_path / "elsewhere",
+        """
+from transformers import AutoModelForCausalLM
+print(AutoModelForCausalLM.from_pretrained("me/model", trust_remote_code=True).config.rule)
+""",
+        clean=True,
+    )
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout == "falcon_3a\n"
+    assert not hub.cut
