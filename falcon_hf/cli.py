@@ -1,4 +1,4 @@
-"""The `falcon-hf` command: text from a checkpoint, what a checkpoint is, and what its memories do with a text."""
+"""The `falcon-hf` command: text from a checkpoint, what it is, what its memories do, its card, and it on the Hub."""
 
 import re
 import sys
@@ -233,6 +233,86 @@ def inspect(
         raise UserError(f"cannot write {output}: {error.strerror or error}.") from error
     _print_trace(trace, tokens)
     _say(f"{ids.shape[1]:,} tokens drawn in {output}")
+
+
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A saved checkpoint.")]
+
+
+@app.command()
+def card(
+    folder: Folder,
+    license: Annotated[str, typer.Option("--license", help="Of the weights, by the Hub's name: apache-2.0, mit, ...")],
+    name: Annotated[
+        str | None, typer.Option("--name", help="owner/model on the Hub; by default the name of the folder.")
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            "--results",
+            metavar="FILE",
+            help="What was measured; by default metrics.json of the folder, if it is there.",
+        ),
+    ] = None,
+    language: Annotated[str | None, typer.Option("--language", help="Of the text it was trained on: en, say.")] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace a README.md that is there.")] = False,
+) -> None:
+    """Write the card of a checkpoint, README.md in its folder: its rule, how to use it, what was measured.
+
+    **Examples**
+
+        falcon-hf card runs/my-model --license apache-2.0 --name me/my-model --language en
+    """
+    from .card import write_card
+    from .memory_falcon_fast_weight import write_atomically
+
+    target = folder / "README.md"
+    if target.exists() and not replace:
+        raise UserError(f"{target} is there already; --replace writes a new one in its place.")
+    if results is None and (folder / "metrics.json").is_file():
+        results = folder / "metrics.json"
+    try:
+        text = write_card(folder, name or folder.resolve().name, license, results, language)
+        write_atomically(target, text.encode())
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror or error}.") from error
+    _say(f"{target} written" + (f" with the figures of {results}" if results else "; there were no figures to put in"))
+
+
+@app.command()
+def push(
+    folder: Folder,
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="owner/model; made where it does not exist.")],
+    private: Annotated[bool, typer.Option("--private", help="A new repository is private.")] = False,
+    branch: Annotated[str | None, typer.Option("--branch", help="Where to; by default main.")] = None,
+) -> None:
+    """Publish a checkpoint on the Hub, with card, tokenizer and code, in one commit.
+
+    Log in beforehand with hf auth login. What fails publishes nothing and can be repeated.
+
+    **Examples**
+
+        falcon-hf push runs/my-model me/my-model --private
+    """
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        raise UserError(f"REPO is {repository!r}; it must be owner/model.")
+    with _status("checking"):
+        from .publish import publish
+    try:
+        address, left = publish(folder, repository, private, branch)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    except Exception as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403):
+            why = "the Hub does not take your token for it; hf auth login stores another."
+        else:
+            why = _first_sentence(error)
+        raise UserError(f"cannot publish {repository}: {why}") from error
+    print(address)
+    if left:
+        _say(f"not published: {', '.join(left)}")
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import torch
 from hub_server import TOKEN, Hub
 from tiny_models import tiny_model
 
+from falcon_hf import FalconFastWeightForCausalLM
 from falcon_hf.code_falcon_fast_weight import code_files
 
 HIDE = "import sys\nfor name in ('falcon_hf', 'falcon_kernels', 'triton'): sys.modules[name] = None\n"
@@ -21,16 +22,10 @@ def hub():
         yield hub
 
 
-def client(hub: Hub, home: Path, code: str = "", arguments=(), clean: bool = False) -> subprocess.CompletedProcess:
-    """Code, or the command with these arguments, in a new interpreter whose Hub is `hub`.
-
-    With `clean` it cannot import this package.
-    """
-    home.mkdir(exist_ok=True)
+def client(hub: Hub, home: Path, code: str, clean: bool = False) -> subprocess.CompletedProcess:
+    """Runs code in a new interpreter whose Hub is `hub`, and which with `clean` cannot import this package."""
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-    command = [*(["-I"] if clean else []), "-c", HIDE + code if clean else code]
-    if arguments:
-        command = ["-m", "falcon_hf.cli", *map(str, arguments)]
+    command = ["-I", "-c", HIDE + code] if clean else ["-c", code]
     return subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, encoding="utf-8", timeout=300
     )
@@ -62,6 +57,7 @@ print(model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)[
     assert "model.safetensors" in hub.files("me/model", "other")
     assert [len(commits) for commits in hub.branches["me/model"].values()] == [3, 4]
     assert hub.private == {"me/model": True}
+    hub.cut = ["GET /me/model/resolve"]  # the client takes up where it was cut
     loaded = client(
         hub,
         tmp_path / "elsewhere",
@@ -84,6 +80,7 @@ for token in (False, "hf_wrong"):
     )
     assert loaded.returncode == 0, loaded.stderr
     assert loaded.stdout == done.stdout + "refused\n" * 2
+    assert not hub.cut
     again = hub.files("me/again")
     assert {name: text.encode() for name, text in code_files().items()}.items() <= again.items()
     assert b"me/model" not in again["config.json"]
@@ -121,16 +118,46 @@ for token in ("hf_wrong", {TOKEN!r}, {TOKEN!r}):
         sum(request.startswith("PUT /large") for request in hub.requests) == 2
     )  # cut, and again; not at the third push
     assert {path.name for path in (tmp_path / "saved").iterdir()} == hub.files("me/model").keys() - {".gitattributes"}
-    hub.cut = ["GET /me/model/resolve"]
-    loaded = client(
+
+
+def test_push(hub, checkpoint, tmp_path):
+    """The command, run three times: refused, then sharded weights, then whole ones in their place."""
+    model = FalconFastWeightForCausalLM.from_pretrained(checkpoint)
+    for name, size in (("sharded", "10KB"), ("whole", "1GB")):
+        model.save_pretrained(tmp_path / name, max_shard_size=size)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (tmp_path / name / file).write_bytes((checkpoint / file).read_bytes())
+        for path in (tmp_path / name).glob("*.py"):
+            path.unlink()  # an older checkpoint has no code yet
+        (tmp_path / name / "optimizer.pt").write_bytes(b"large and of no use to others")
+        (tmp_path / name / "README.md").write_text("---\nlicense: mit\n---\n")
+    done = client(
         hub,
-        tmp_path / "elsewhere",
-        """
-from transformers import AutoModelForCausalLM
-print(AutoModelForCausalLM.from_pretrained("me/model", trust_remote_code=True).config.rule)
+        tmp_path / "home",
+        f"""
+import os, sys
+from falcon_hf import cli
+for token, name in (("hf_wrong", "sharded"), ({TOKEN!r}, "sharded"), ({TOKEN!r}, "whole")):
+    os.environ["HF_TOKEN"] = token
+    sys.argv = ["falcon-hf", "push", f"{tmp_path}/{{name}}", "me/model", "--private"]
+    try:
+        cli.main()
+    except SystemExit as end:
+        print("ended with", end.code, flush=True)
 """,
-        clean=True,
     )
-    assert loaded.returncode == 0, loaded.stderr
-    assert loaded.stdout == "falcon_3a\n"
-    assert not hub.cut
+    assert done.returncode == 0, done.stderr
+    _, first, second = hub.branches["me/model"]["main"]
+    assert done.stdout.splitlines() == [
+        "ended with 2",
+        *(f"{hub.url}/me/model/commit/{first}", "ended with None"),
+        *(f"{hub.url}/me/model/commit/{second}", "ended with None"),
+    ]
+    assert "falcon-hf: cannot publish me/model: the Hub does not take your token for it; hf auth login" in done.stderr
+    assert "not published: optimizer.pt" in done.stderr
+    assert hub.private == {"me/model": True}
+    common = {".gitattributes", "README.md", "config.json", "generation_config.json", *code_files()}
+    common |= {"tokenizer.json", "tokenizer_config.json"}
+    assert hub.commits[second].keys() == common | {"model.safetensors"}
+    assert {name for name in hub.commits[first] if name.endswith(".index.json")} == {"model.safetensors.index.json"}
+    assert b"auto_map" in hub.commits[second]["config.json"]
