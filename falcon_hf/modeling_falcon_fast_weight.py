@@ -450,10 +450,11 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
         hub = {name: kwargs.pop(name) for name in names if name in kwargs}
         with tempfile.TemporaryDirectory(prefix=f".{target.resolve().name}-", dir=target.resolve().parent) as written:
             super().save_pretrained(written, *args, **kwargs)
-            if (Path(written) / "config.json").exists():
+            whole = (Path(written) / "config.json").exists()  # not where another process saves
+            if whole:
                 carry_code(Path(written))
             try:
-                if publish:
+                if publish and whole:
                     if (target / "README.md").exists():
                         shutil.copy(target / "README.md", written)
                     self._publish(Path(written), hub.pop("repo_id", target.resolve().name), kwargs.get("token"), **hub)

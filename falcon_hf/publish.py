@@ -8,7 +8,7 @@ import torch
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
 from . import modeling_falcon_fast_weight as modeling
-from .card import read_checkpoint
+from .card import read_checkpoint, weight_files
 from .code_falcon_fast_weight import AUTO_MAP, code_files
 
 ARCHITECTURES = [place.split(".")[1] for auto, place in AUTO_MAP.items() if auto != "AutoConfig"]
@@ -40,12 +40,10 @@ def publish(
     """
     check_checkpoint(folder)
     names = sorted(path.name for path in folder.iterdir())
-    taken = [name for name in names if WEIGHTS.fullmatch(name) or OTHERS.fullmatch(name)]
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    made = {
-        **code_files(),
-        "config.json": json.dumps({**config, "auto_map": AUTO_MAP}, indent=2, sort_keys=True) + "\n",
-    }
+    weights = {path.name for path in weight_files(folder)}
+    taken = [name for name in names if name in weights or OTHERS.fullmatch(name)]
+    config = {**json.loads((folder / "config.json").read_text(encoding="utf-8")), "auto_map": AUTO_MAP}
+    made = {**code_files(), "config.json": json.dumps(config, indent=2, sort_keys=True) + "\n"}
     api = HfApi(token=token)
     repository = api.create_repo(repository, private=private or None, exist_ok=True).repo_id
     if branch is not None:
@@ -71,10 +69,8 @@ def check_checkpoint(folder: Path) -> None:
     if not (folder / "README.md").is_file():
         raise ValueError(f"{folder} has no README.md; falcon-hf card {folder} --license apache-2.0 writes one.")
     architecture = (config.architectures or [""])[0]
-    if architecture not in modeling.__all__:
-        raise ValueError(
-            f"{folder} is of architecture {architecture!r}; it must be one of {', '.join(modeling.__all__)}."
-        )
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"{folder} has architecture {architecture!r}; it must be one of {', '.join(ARCHITECTURES)}.")
     with torch.device("meta"):
         model = getattr(modeling, architecture)(config)
     needed = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}

@@ -133,7 +133,7 @@ def change(folder: Path, **weights: torch.Tensor | None) -> None:
     save_file({name: weight for name, weight in changed.items() if weight is not None}, file, {"format": "pt"})
 
 
-def test_nothing_is_sent_of_a_checkpoint_that_is_not_whole(call, folder, offline):
+def test_nothing_is_sent_of_a_checkpoint_that_is_not_whole(call, folder, offline, capsys):
     refused(call("push", folder, "me/model"), "has no README.md", "falcon-hf card")
     (folder / "README.md").write_text("A card.")
     change(folder, model__norm__weight=None)
@@ -149,10 +149,18 @@ def test_nothing_is_sent_of_a_checkpoint_that_is_not_whole(call, folder, offline
     (folder / "model.safetensors.index.json").write_text("{}")
     refused(call("push", folder, "me/model"), "has no weight_map")
     config = json.loads((folder / "config.json").read_text())
+    (folder / "model.safetensors.index.json").unlink()
+    tiny_model(torch.float32).save_pretrained(folder)
+    capsys.readouterr()
     for text, words in (
+        (
+            json.dumps({**config, "architectures": ["FalconFastWeightAttention"]}),
+            "has architecture 'FalconFastWeightAttention'",
+        ),
         (json.dumps({**config, "rule": "falcon_9"}), "falcon_9"),
         (json.dumps({**config, "hidden_size": "wide"}), "hidden_size"),
         (json.dumps({"model_type": "llama"}), "type llama"),
+        ("[]", "type None"),
         ("{", "no JSON"),
     ):
         (folder / "config.json").write_text(text)
