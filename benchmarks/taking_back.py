@@ -2,7 +2,7 @@
 
     python benchmarks/taking_back.py
 
-The bundled checkpoint on one core goes on by a pass of six tokens: plainly, recorded, and recorded with three of the six
+The bundled checkpoint on one core goes on by a pass of six tokens: plainly, recorded, and recorded with three of them
 taken back. The three take turns, so that a slow spell of the machine falls on all alike.
 """
 
