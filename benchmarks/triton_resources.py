@@ -120,7 +120,7 @@ def sliding(card: str, dtype: torch.dtype, key_dim: int, window: int):
     options = triton_schedule.Options(
         window, True, triton_schedule.RIDGE["scale_coupled"], False, True, False, 1e-6, 0.01, smoothness
     )
-    layout = Layout.of(1, 1024, 0, triton_window.chunk_length(window))
+    layout = Layout.of(1, 1024, 0, triton_window.chunk_length(dtype, key_dim, window))
     plan = triton_window.Plan(
         layout, (1, 1024, 1, key_dim), key_dim, dtype, torch.device("cpu"), options, False, True, True, sizes=sizes
     )
@@ -150,7 +150,7 @@ def channel(card: str, dtype: torch.dtype, key_dim: int, residual: bool = False)
     options = triton_schedule.Options(
         1, True, triton_schedule.RIDGE["scale_coupled"], False, residual, False, 1e-6, 0.01
     )
-    layout = Layout.of(1, 1024, 0, triton_channel.chunk_length(dtype, key_dim))
+    layout = Layout.of(1, 1024, 0, triton_channel.chunk_length(dtype, key_dim, 1))
     core = triton_channel_regression if residual else triton_channel
     plan = core.Plan(
         layout, (1, 1024, 1, key_dim), key_dim, dtype, torch.device("cpu"), options, False, True, True, True,

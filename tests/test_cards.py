@@ -84,3 +84,16 @@ def test_kernels_readme_has_the_measured_times(monkeypatch):
     young = {row["rule"]: row["both GPU, ms"] for row in results("triton_times")["rows"]}
     times = [young[rule] for rule in ("falcon_2", "falcon_2a", "falcon_3")]
     assert "backward take {:.2f}, {:.2f} and {:.2f} ms".format(*times) in readme
+
+
+def test_readme_says_what_taking_tokens_back_costs():
+    readme, rows = (ROOT / "README.md").read_text(), results("taking_back")["rows"]
+    recorded, taken = (f"{(row['times plain'] - 1) * 100:.0f} %" for row in rows[1:])
+    assert f"takes {recorded} longer when it is recorded, and {taken} when three of the six" in readme
+
+
+def test_readme_says_what_a_token_takes_on_a_cpu():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    ratios = {row["model"]: f"{row['ratio']:.2f}" for row in results("cpu_decoding")["rows"]}
+    assert f"takes {ratios['falcon-1a.3-130m']} times the time of its linear layers alone" in readme
+    assert f"after 128 tokens, {ratios['llama-130m']} times" in readme

@@ -229,7 +229,9 @@ def test_info_is_for_this_kind_of_model(call, broken):
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
 def test_interrupt_ends_quietly(checkpoint):
     command = [sys.executable, "-m", "falcon_hf.cli", "generate", PROMPT, "-m", checkpoint, "-n", "1000000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # What runs in the background, as tests may, has interrupts ignored, and so have its children.
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **heard)
     process.stdout.read(len(PROMPT) + 1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)

@@ -206,9 +206,9 @@ def test_the_schedule_of_a_regression_rule(step_size, ridge):
     plan = triton_schedule.Plan(Layout.of(1, 70, 0, 32), 1, 16, options, masked=False, carried=True)
     before = triton_schedule.Before(state.previous_key, state.previous_valid)
     with torch.no_grad():
-        weight, log_decay, _ = triton_schedule.forward(
-            plan, NO_TABLES, inputs["k"], inputs["gain"], inputs.get("ridge"), before, None
-        )
+        given = (inputs.get(name) for name in ("q", "k", "v", "gain", "ridge"))
+        call = triton_schedule.Call(*given, None, before, None, NO_TABLES)
+        weight, log_decay, _ = triton_schedule.forward(plan, call)
     for have, want in ((weight, eta), (log_decay, running)):
         assert_same(have.flatten()[:70].cpu(), want.flatten().cpu(), 1e-6)
     assert torch.equal(weight.flatten()[70:], torch.zeros(26, device=DEVICE))

@@ -70,7 +70,7 @@ def test_lengths(name, length):
 
 @pytest.mark.parametrize("length", [15, 16, 33])
 def test_lengths_about_whole_chunks(length):
-    assert triton_window.chunk_length(4) == 16
+    assert triton_window.chunk_length(torch.float32, 16, 4) == 16
     check(RULES["default"], *case(RULES["default"], length))
 
 
@@ -192,11 +192,12 @@ def test_the_gradient_of_the_smoothness(window, smoothness):
         window, False, 0, False, True, True, rule.epsilon, rule.decay_floor, SMOOTHNESS[smoothness]
     )
     plan = triton_schedule.Plan(
-        Layout.of(1, window, 0, triton_window.chunk_length(window)), 1, 16, options, False, False
+        Layout.of(1, window, 0, triton_window.chunk_length(torch.float32, 16, window)), 1, 16, options, False, False
     )
     before = triton_schedule.Before()
     with torch.no_grad():
-        *_, found = triton_schedule.forward(plan, NO_TABLES, inputs["k"], inputs["gain"], None, before, None)
+        given = (inputs[name] for name in ("q", "k", "v", "gain"))
+        *_, found = triton_schedule.forward(plan, triton_schedule.Call(*given, None, None, before, None, NO_TABLES))
     assert_same(found.flatten()[:window].cpu(), exact.detach().cpu(), 1e-6)
 
 

@@ -30,13 +30,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import launch
+from . import launch, triton_schedule
 from .launcher import Launcher
 from .triton_layout import (
     NUMBERS,
     OPERANDS,
     Layout,
-    Tables,
     chunk_of,
     exists,
     load_rows,
@@ -50,7 +49,18 @@ from .triton_layout import (
     v_rows,
     x_rows,
 )
-from .triton_schedule import Before, Options, moved, pair_exists, step_gradients, window_size, window_sum
+from .triton_schedule import (
+    Call,
+    Gradients,
+    Kept,
+    Options,
+    Shape,
+    moved,
+    pair_exists,
+    step_gradients,
+    window_size,
+    window_sum,
+)
 
 UNROLLED = tl.constexpr(8)  # largest window whose diagonals are not a loop
 
@@ -641,6 +651,13 @@ def chunk_length(dtype: torch.dtype, key_dim: int, window: int) -> int:
     return launch.chunk_length(operand_bytes, launch.padded(key_dim, operand_bytes), window)
 
 
+def kept(layout: Layout, shape: tuple[int, ...], value_dim: int, window: int, dtype: torch.dtype) -> list[Shape | None]:
+    """Shapes of `Kept`, of q of `shape`."""
+    *_, heads, key_dim = shape
+    numbers: list[Shape | None] = [(n, torch.float32) for n in triton_schedule.shapes(layout, heads, window, 1)]
+    return [*numbers, None, ((layout.chunks, heads, key_dim, value_dim), operand_dtype(dtype)), None]
+
+
 class Plan:
     """All of the launches of a call that follows from shapes and options."""
 
@@ -665,6 +682,7 @@ class Plan:
         self.parts = -(-layout.longest // part_chunks)
         self.along = (layout.length, self.heads, layout.longest, self.parts, part_chunks)
         self.across = (layout.length, layout.longest, self.heads)
+        self.schedule = triton_schedule.Plan(layout, self.heads, key_dim, schedule, masked, carried, 1, aligned)
 
         chunk = {"C": layout.chunk, "PACKED": layout.packed}
         sizes = {"K": key_dim, "V": value_dim, "BK": key_tile} | chunk
@@ -717,28 +735,10 @@ class Plan:
         return found
 
 
-def forward(
-    plan: Plan,
-    tables: Tables,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    log_decay: Tensor,
-    memory: Tensor | None,
-    before: Before,
-    output: Tensor,
-    states: Tensor | None,
-    final: Tensor | None,
-) -> None:
-    """Fills `output` [B, T, H, V] and, where given, what chunks find, `plan.states`, and the last, [S, H, K, V].
-
-    Args:
-        q, k: [B, T, H, K]; v: [B, T, H, V]; float32, bfloat16 or float16, the same for all.
-        weight, log_decay: as the schedule leaves them, [1 or 2, chunks, H, TILE] and [chunks, H, TILE].
-        memory: float32 [S, H, K, V]; S is B, or the number of documents; None for zero.
-        before: previous keys, and pairs of the tails, 0 where there is none.
-    """
+def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: bool) -> Kept:
+    """Fills `output` [B, T, H, V] and, where given, `final` [S, H, K, V]."""
+    q, k, v, before, tables = call.q, call.k, call.v, call.before, call.tables
+    weight, log_decay, energy = triton_schedule.forward(plan.schedule, call)
 
     def run(initial, output, states, final, part_decay, from_zero):
         last = final is not None and not from_zero
@@ -748,34 +748,18 @@ def forward(
             flags=(output is not None, states is not None, last, initial is not None, from_zero),
         )  # fmt: skip
 
-    initial = plan.in_parts(lambda found, decay: run(None, None, None, found, decay, True), memory, q, False)
+    states = torch.empty(plan.states, dtype=plan.operand, device=q.device) if keep else None
+    initial = plan.in_parts(lambda found, decay: run(None, None, None, found, decay, True), call.memory, q, False)
     run(initial, output, states, final, None, False)
+    return Kept(weight, log_decay, energy, states=states)
 
 
 def backward(
-    plan: Plan,
-    tables: Tables,
-    grad_output: Tensor,
-    grad_final: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gain: Tensor,
-    ridge: Tensor | None,
-    before: Before,
-    lengths: Tensor | None,
-    weight: Tensor,
-    log_decay: Tensor,
-    energy: Tensor,
-    states: Tensor,
-    into: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
-    grad_before: Before,
+    plan: Plan, call: Call, kept: Kept, grad_output: Tensor, grad_final: Tensor | None, into: Gradients
 ) -> None:
-    """Fills the gradients of q, k, v, gain, ridge and memory, and adds to `grad_before`.
-
-    gain, ridge, lengths and energy are the schedule's, `states` what the forward has left.
-    """
-    grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory = into
+    q, k, v, before, tables = call.q, call.k, call.v, call.before, call.tables
+    weight, log_decay, energy, _, states, _ = kept
+    assert states is not None
     grad_states = torch.empty_like(states)
 
     def reverse(initial, states, final, part_decay, from_zero):
@@ -786,18 +770,18 @@ def backward(
         )  # fmt: skip
 
     initial = plan.in_parts(lambda found, decay: reverse(None, None, found, decay, True), grad_final, q, True)
-    reverse(initial, grad_states, grad_memory, None, False)
+    reverse(initial, grad_states, into.memory, None, False)
 
     old_x = old_v = None
     if plan.lookback_rows:
         old_x, old_v = (t.new_empty(plan.lookback_rows * t.shape[-1]) for t in (k, v))
     plan.backward(
-        q, k, v, log_decay, weight[0], weight[-1], before.previous_key, before.tail_x, before.tail_v, gain, ridge,
-        energy, before.previous_valid, before.tail_valid, lengths, grad_output, states, grad_states, grad_q, grad_k,
-        grad_v, grad_gain, grad_ridge, grad_before.previous_key, old_x, old_v, *tables, *plan.across,
+        q, k, v, log_decay, weight[0], weight[-1], before.previous_key, before.tail_x, before.tail_v, call.gain,
+        call.ridge, energy, before.previous_valid, before.tail_valid, call.lengths, grad_output, states, grad_states,
+        *into[:5], into.before.previous_key, old_x, old_v, *tables, *plan.across,
     )  # fmt: skip
     if plan.lookback_rows:
         plan.lookback(
-            old_x, old_v, grad_k, grad_v, grad_before.previous_key, grad_before.tail_x, grad_before.tail_v, *tables,
+            old_x, old_v, into.k, into.v, into.before.previous_key, into.before.tail_x, into.before.tail_v, *tables,
             *plan.across,
         )  # fmt: skip

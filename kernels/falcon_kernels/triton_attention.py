@@ -7,6 +7,7 @@ to the same functions past the dispatcher; and all that follows from shapes and 
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -29,9 +30,8 @@ from .triton_layout import (
     Tables,
     fill_tables,
     is_plain,
-    operand_dtype,
 )
-from .triton_schedule import Before
+from .triton_schedule import Before, Call, Gradients, Kept
 
 GIVEN = (
     "Tensor q, Tensor k, Tensor v, Tensor gain, Tensor? ridge, Tensor? memory, Tensor? previous_key, "
@@ -57,51 +57,33 @@ attention_op = getattr(torch.ops, NAMESPACE).attention.default
 attention_backward_op = getattr(torch.ops, NAMESPACE).attention_backward.default
 
 
-def _parts(residual: bool, dtype: torch.dtype) -> int:
-    """The sums in which log decays are given."""
-    return 2 if residual and dtype != torch.bfloat16 else 1
-
-
-def _layout(batch, length, documents, residual, dtype, key_dim, window, per_channel) -> Layout:
+def _core(window: int, residual: bool, per_channel: bool) -> ModuleType:
+    """The module of a rule's kernels, which all have the same functions and a `Plan`."""
     if per_channel:
-        chunk = triton_channel.chunk_length(dtype, key_dim)
-    elif not residual:
-        chunk = triton_additive.chunk_length(dtype, key_dim, window)
-    else:
-        chunk = triton_regression.CHUNK if window == 1 else triton_window.chunk_length(window)
-    return Layout.of(batch, length, documents, chunk)
+        return triton_channel_regression if residual else triton_channel
+    if not residual:
+        return triton_additive
+    return triton_regression if window == 1 else triton_window
 
 
 class Plan:
-    """The launches of one op: the schedule's, and those of the core that goes with it. Rates per channel are their
-    core's own."""
+    """The launches of one op."""
 
     def __init__(
         self, shape, value_dim, dtypes, device, documents, masked, carried, aligned, per_channel, options, before
     ):
         batch, length, heads, key_dim = shape
-        window, _, _, _, self.residual, *_ = options
+        window, _, _, _, residual, *_ = options
         dtype, self.carried = dtypes[0], carried
-        self.layout = _layout(batch, length, documents, self.residual, dtype, key_dim, window, per_channel)
-        schedule = triton_schedule.Options(*options)
+        self.core = _core(window, residual, per_channel)
+        self.layout = Layout.of(batch, length, documents, self.core.chunk_length(dtype, key_dim, window))
+        self.launches = self.core.Plan(
+            self.layout, shape, value_dim, dtype, device, triton_schedule.Options(*options), before, masked, carried,
+            aligned,
+        )  # fmt: skip
         self.memory = (self.layout.sequences, heads, key_dim, value_dim)
         constants = {"CHUNK": self.layout.chunk, "BLOCK": TABLE_BLOCK, "num_warps": 8}
         self.fill_tables = Launcher(fill_tables, (-(-self.layout.chunks // TABLE_BLOCK),), constants, (), aligned)
-        self.per_channel, self.alone = per_channel, self.residual and window == 1
-        if per_channel:
-            self.kernels = triton_channel_regression if self.residual else triton_channel
-        elif self.residual:
-            self.kernels = triton_regression if self.alone else triton_window
-        else:
-            self.kernels = triton_additive
-        self.core = self.kernels.Plan(
-            self.layout, shape, value_dim, dtype, device, schedule, before, masked, carried, aligned
-        )
-        if per_channel:
-            return
-        self.schedule = triton_schedule.Plan(
-            self.layout, heads, key_dim, schedule, masked, carried, _parts(self.residual, dtype), aligned
-        )
 
     def tables(self, cu_seqlens: Tensor | None) -> Tables:
         """Where the documents of `cu_seqlens` lie."""
@@ -164,29 +146,11 @@ def _forward(
             lengths: [B] int64 tokens of each row, the rest of which does nothing; cu_seqlens: [S + 1].
         final, keep: whether the final memory, and what the backward needs, are wanted.
     """
-    q, k, v, gain, ridge, memory, *rest, lengths, _ = tensors
-    before = Before(*rest)
-    output = torch.empty_like(v)
-    final_memory = torch.empty(plan.memory, dtype=torch.float32, device=q.device) if final else None
-    if plan.per_channel:
-        made = plan.kernels.forward(
-            plan.core, tables, q, k, v, gain, ridge, memory, before, lengths, output, final_memory
-        )
-        return output, final_memory, *(made if keep else (*made[:3], None, None, None))
-    weight, log_decay, energy = triton_schedule.forward(plan.schedule, tables, k, gain, ridge, before, lengths)
-    kept: tuple[Tensor | None, ...] = (None, None, None)
-    if plan.alone:
-        made = triton_regression.forward(
-            plan.core, tables, q, k, v, weight, log_decay, memory, before.previous_key, output, final_memory
-        )
-        kept = made if keep else kept
-    else:
-        states = torch.empty(plan.core.states, dtype=plan.core.operand, device=q.device) if keep else None
-        plan.kernels.forward(
-            plan.core, tables, q, k, v, weight, log_decay, memory, before, output, states, final_memory
-        )
-        kept = (None, states, None)
-    return output, final_memory, weight, log_decay, energy, *kept
+    call = _call(tensors, tables)
+    output = torch.empty_like(call.v)
+    final_memory = torch.empty(plan.memory, dtype=torch.float32, device=call.v.device) if final else None
+    made = plan.core.forward(plan.launches, call, output, final_memory, keep)
+    return output, final_memory, *(made if keep else (None,) * KEPT)
 
 
 @_on_its_device
@@ -199,31 +163,23 @@ def _backward(
     grad_final: Tensor | None,
 ) -> list[Tensor]:
     """Gradients of what is given among `DIFFERENTIABLE`, in that order; `kept` are `_forward`'s results but two."""
-    q, k, v, gain, ridge, memory, *rest, lengths, _ = tensors
-    grad_output = torch.zeros_like(v) if grad_output is None else _aligned(grad_output.to(v.dtype).contiguous())
+    call = _call(tensors, tables)
+    grad_output = (
+        torch.zeros_like(call.v) if grad_output is None else _aligned(grad_output.to(call.v.dtype).contiguous())
+    )
     grad_final = None if grad_final is None else _aligned(grad_final.float().contiguous())
-    kept = [_aligned(t) for t in kept]
-    before = Before(*rest)
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    grad_memory = None if memory is None else torch.empty_like(memory)
-    grad_before = Before()
+    before = Before()
     if plan.carried:  # documents without tokens are not visited
-        key, _, tail_x, tail_v, _ = (None if t is None else torch.zeros_like(t) for t in before)
-        grad_before = Before(key, None, tail_x, tail_v)
-    grad_gain, grad_ridge = torch.empty_like(gain), None if ridge is None else torch.empty_like(ridge)
-    if plan.per_channel or plan.alone:
-        plan.kernels.backward(
-            plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, kept,
-            (grad_q, grad_k, grad_v, grad_gain, grad_ridge), grad_memory, grad_before.previous_key,
-        )  # fmt: skip
-    else:
-        weight, log_decay, energy, _, states, _ = kept
-        plan.kernels.backward(
-            plan.core, tables, grad_output, grad_final, q, k, v, gain, ridge, before, lengths, weight, log_decay,
-            energy, states, (grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory), grad_before,
-        )  # fmt: skip
-    found = (grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory)
-    return [t for t in (*found, grad_before.previous_key, *grad_before[2:4]) if t is not None]
+        key, _, tail_x, tail_v, _ = (None if t is None else torch.zeros_like(t) for t in call.before)
+        before = Before(key, None, tail_x, tail_v)
+    into = Gradients(*(None if t is None else torch.empty_like(t) for t in tensors[:6]), before)
+    plan.core.backward(plan.launches, call, Kept(*map(_aligned, kept)), grad_output, grad_final, into)
+    return [t for t in (*into[:6], before.previous_key, *before[2:4]) if t is not None]
+
+
+def _call(tensors: Sequence[Tensor | None], tables: Tables) -> Call:
+    *given, previous_key, previous_valid, tail_x, tail_v, tail_valid, lengths, _ = tensors
+    return Call(*given, Before(previous_key, previous_valid, tail_x, tail_v, tail_valid), lengths, tables)
 
 
 def _aligned(tensor: Tensor | None) -> Tensor | None:
@@ -233,34 +189,17 @@ def _aligned(tensor: Tensor | None) -> Tensor | None:
 
 def _fake(*arguments):
     q, _, v, gain, *_, cu_seqlens = arguments[:TENSORS]
-    per_channel = gain.dim() == 4
     window, residual, final, keep = arguments[TENSORS], arguments[TENSORS + 4], *arguments[-2:]
     batch, length, heads, key_dim = q.shape
     value_dim, documents = v.shape[-1], 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    layout = _layout(batch, length, documents, residual, q.dtype, key_dim, window, per_channel)
+    core = _core(window, residual, gain.dim() == 4)
+    layout = Layout.of(batch, length, documents, core.chunk_length(q.dtype, key_dim, window))
     memory = v.new_empty(0)
     if final:
         memory = v.new_empty((layout.sequences, heads, key_dim, value_dim), dtype=torch.float32)
-    if per_channel:
-        numbers = triton_channel.shapes(layout, heads, value_dim)
-    else:
-        numbers = triton_schedule.shapes(layout, heads, window, _parts(residual, q.dtype))
-    inverse, states, residuals = (v.new_empty(0) for _ in range(3))
-    wide = operand_dtype(q.dtype)
-    if per_channel and keep:
-        states = v.new_empty((layout.chunks, heads, key_dim, value_dim), dtype=wide)
-        if residual:
-            inverse = v.new_empty((layout.chunks, heads, layout.chunk, 16), dtype=torch.float32)
-            residuals = v.new_empty(v.shape, dtype=wide)
-    elif residual and keep and window == 1:
-        inverse = v.new_empty((layout.chunks, heads, layout.chunk, layout.chunk), dtype=torch.float32)
-        states = v.new_empty((layout.chunks, heads, value_dim, key_dim), dtype=wide)
-        residuals = v.new_empty(v.shape, dtype=wide)
-    elif keep:
-        matrix = (value_dim, key_dim) if residual else (key_dim, value_dim)
-        states = v.new_empty((layout.chunks, heads, *matrix), dtype=wide)
-    three = (v.new_empty(shape, dtype=torch.float32) for shape in numbers)
-    return v.new_empty(v.shape), memory, *three, inverse, states, residuals
+    kept = core.kept(layout, q.shape, value_dim, window, q.dtype) if keep else [None] * KEPT
+    made = (v.new_empty(0) if t is None else v.new_empty(t[0], dtype=t[1]) for t in kept)
+    return v.new_empty(v.shape), memory, *made
 
 
 def _fake_backward(grad_output, grad_final, *arguments):

@@ -53,7 +53,6 @@ from .triton_layout import (
     NUMBERS,
     OPERANDS,
     Layout,
-    Tables,
     chunk_of,
     exists,
     load_rows,
@@ -63,7 +62,18 @@ from .triton_layout import (
     token_rows,
     x_rows,
 )
-from .triton_schedule import LOG2_E, Before, Options, _log1p_negative, _step_size, pair_exists, step_gradients
+from .triton_schedule import (
+    LOG2_E,
+    Call,
+    Gradients,
+    Kept,
+    Options,
+    Shape,
+    _log1p_negative,
+    _step_size,
+    pair_exists,
+    step_gradients,
+)
 
 BLOCK = tl.constexpr(16)  # tokens over which decays are multiplied up around the middle one
 BLOCK_BITS = tl.constexpr(4)
@@ -611,7 +621,7 @@ def _key_gradients(
 # Launches
 
 
-def chunk_length(dtype: torch.dtype, key_dim: int) -> int:
+def chunk_length(dtype: torch.dtype, key_dim: int, window: int) -> int:
     operand_bytes = operand_dtype(dtype).itemsize
     return launch.chunk_length(operand_bytes, launch.padded(key_dim, operand_bytes), 1)
 
@@ -620,6 +630,13 @@ def shapes(layout: Layout, heads: int, value_dim: int) -> tuple[tuple[int, ...],
     """Of scale, log decays and energies."""
     one = (layout.chunks, heads, layout.chunk)
     return one, (*one, value_dim), one
+
+
+def kept(layout: Layout, shape: tuple[int, ...], value_dim: int, window: int, dtype: torch.dtype) -> list[Shape | None]:
+    """Shapes of `Kept`, of q of `shape`."""
+    *_, heads, key_dim = shape
+    numbers: list[Shape | None] = [(n, torch.float32) for n in shapes(layout, heads, value_dim)]
+    return [*numbers, None, ((layout.chunks, heads, key_dim, value_dim), operand_dtype(dtype)), None]
 
 
 class Plan:
@@ -689,68 +706,39 @@ class Plan:
         return found
 
 
-def forward(
-    plan: Plan,
-    tables: Tables,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gain: Tensor,
-    ridge: Tensor | None,
-    memory: Tensor | None,
-    before: Before,
-    lengths: Tensor | None,
-    output: Tensor,
-    final: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Fills `output` [B, T, H, V] and, where given, `final` [S, H, K, V]; returns what the backward needs.
-
-    Args:
-        q, k: [B, T, H, K]; v, gain: [B, T, H, V]; q, k and v float32, bfloat16 or float16, the same for all.
-        memory: float32 [S, H, K, V]; S is B, or the number of documents; None for zero.
-        before: previous keys, 0 where there is none.
-    """
-    scale, log_decay, energy = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in plan.shapes)
-    plan.rates(
-        k, gain, ridge, before.previous_key, before.previous_valid, lengths, scale, log_decay, energy, None, *tables,
-        *plan.across,
-    )  # fmt: skip
+def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: bool) -> Kept:
+    """Fills `output` [B, T, H, V] and, where given, `final` [S, H, K, V]."""
+    q, k, v, gain, tables, previous = call.q, call.k, call.v, call.gain, call.tables, call.before.previous_key
+    scale, log_decay, energy = rates(plan, call, None)
 
     def run(initial, states, final, part_decay, from_zero):
         last = final is not None and not from_zero
         plan.forward(
-            k, v, gain, scale, log_decay, before.previous_key, initial, states, final, part_decay, *tables[:2],
-            *plan.along, flags=(states is not None, last, initial is not None, from_zero),
+            k, v, gain, scale, log_decay, previous, initial, states, final, part_decay, *tables[:2], *plan.along,
+            flags=(states is not None, last, initial is not None, from_zero),
         )  # fmt: skip
 
     states = torch.empty(plan.states, dtype=plan.operand, device=q.device)
-    initial = plan.in_parts(lambda found, decay: run(None, None, found, decay, True), memory, q, False)
+    initial = plan.in_parts(lambda found, decay: run(None, None, found, decay, True), call.memory, q, False)
     run(initial, states, final, None, False)
-    plan.read(q, k, v, gain, scale, log_decay, before.previous_key, states, output, *tables, *plan.across)
-    return scale, log_decay, energy, None, states, None
+    plan.read(q, k, v, gain, scale, log_decay, previous, states, output, *tables, *plan.across)
+    return Kept(scale, log_decay, energy, states=states)
+
+
+def rates(plan: Plan, call: Call, gram: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What gains are multiplied by, running log decays, and energies; fills `gram` where it is given."""
+    before = call.before
+    scale, log_decay, energy = (torch.empty(shape, dtype=torch.float32, device=call.k.device) for shape in plan.shapes)
+    plan.rates(
+        call.k, call.gain, call.ridge, before.previous_key, before.previous_valid, call.lengths, scale, log_decay,
+        energy, gram, *call.tables, *plan.across,
+    )  # fmt: skip
+    return scale, log_decay, energy
 
 
 def backward(
-    plan: Plan,
-    tables: Tables,
-    grad_output: Tensor,
-    grad_final: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gain: Tensor,
-    ridge: Tensor | None,
-    before: Before,
-    lengths: Tensor | None,
-    kept: tuple[Tensor | None, ...],
-    into: tuple[Tensor | None, ...],
-    grad_memory: Tensor | None,
-    grad_previous: Tensor | None,
+    plan: Plan, call: Call, kept: Kept, grad_output: Tensor, grad_final: Tensor | None, into: Gradients
 ) -> None:
-    """Fills the gradients of q, k, v, gain and ridge, and of memory and previous keys where those are given.
-
-    `kept` is what `forward` returned.
-    """
     _, log_decay, _, _, states, _ = kept
     assert states is not None
     grad_states = torch.empty_like(states)
@@ -758,44 +746,28 @@ def backward(
     def reverse(initial, states, final, part_decay, from_zero):
         last = final is not None and not from_zero
         plan.reverse(
-            q, log_decay, grad_output, initial, states, final, part_decay, *tables[:2], *plan.along,
+            call.q, log_decay, grad_output, initial, states, final, part_decay, *call.tables[:2], *plan.along,
             flags=(states is not None, last, initial is not None, from_zero),
         )  # fmt: skip
 
-    initial = plan.in_parts(lambda found, decay: reverse(None, None, found, decay, True), grad_final, q, True)
-    reverse(initial, grad_states, grad_memory, None, False)
-    gradients(
-        plan, tables, grad_output, q, k, v, gain, ridge, before, lengths, kept, None, grad_states, into, grad_previous
-    )
+    initial = plan.in_parts(lambda found, decay: reverse(None, None, found, decay, True), grad_final, call.q, True)
+    reverse(initial, grad_states, into.memory, None, False)
+    gradients(plan, call, kept, grad_output, None, grad_states, into)
 
 
 def gradients(
-    plan: Plan,
-    tables: Tables,
-    grad_output: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gain: Tensor,
-    ridge: Tensor | None,
-    before: Before,
-    lengths: Tensor | None,
-    kept: tuple[Tensor | None, ...],
-    grad_z: Tensor | None,
-    grad_states: Tensor,
-    into: tuple[Tensor | None, ...],
-    grad_previous: Tensor | None,
+    plan: Plan, call: Call, kept: Kept, grad_output: Tensor, grad_z: Tensor | None, grad_states: Tensor, into: Gradients
 ) -> None:
     """All but the memory's, of chunks on their own; `grad_z` [B, T, H, V] where what is written is a residual."""
+    q, k, v, gain, ridge, _, before, lengths, tables = call
     scale, log_decay, energy, _, states, residuals = kept
-    grad_q, grad_k, grad_v, grad_gain, grad_ridge = into
     sums = torch.empty(plan.sums, dtype=torch.float32, device=q.device)
     plan.channels(
         q, k, v, gain, ridge, before.previous_key, before.previous_valid, lengths, scale, log_decay, energy, residuals,
-        grad_z, grad_output, states, grad_states, grad_v, grad_gain, sums, *tables, *plan.across,
+        grad_z, grad_output, states, grad_states, into.v, into.gain, sums, *tables, *plan.across,
     )  # fmt: skip
     written = v if grad_z is None else residuals
     plan.keys(
         q, k, written, gain, before.previous_key, scale, log_decay, grad_z, grad_output, states, grad_states, sums,
-        grad_q, grad_k, grad_ridge, grad_previous, *tables, *plan.across,
+        into.q, into.k, into.ridge, into.before.previous_key, *tables, *plan.across,
     )  # fmt: skip

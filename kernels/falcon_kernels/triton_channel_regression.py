@@ -57,8 +57,19 @@ from .triton_channel import (
     shapes,
     step_of,
 )
-from .triton_layout import NUMBERS, Tables, chunk_of, exists, load_rows, span, store_rows, token_rows, x_rows
-from .triton_schedule import Before
+from .triton_layout import (
+    NUMBERS,
+    Layout,
+    chunk_of,
+    exists,
+    load_rows,
+    operand_dtype,
+    span,
+    store_rows,
+    token_rows,
+    x_rows,
+)
+from .triton_schedule import Call, Gradients, Kept, Shape
 
 __all__ = ["Plan", "backward", "chunk_length", "forward", "shapes"]
 
@@ -240,6 +251,14 @@ def _unsolve(
         tl.store(grad_memory + program * K * V + matrix, g, mask=inside)
 
 
+def kept(layout: Layout, shape: tuple[int, ...], value_dim: int, window: int, dtype: torch.dtype) -> list[Shape | None]:
+    """Shapes of `Kept`, of q of `shape`; its inverse are products of keys in blocks."""
+    *rows, heads, _ = shape
+    *numbers, _, states, _ = triton_channel.kept(layout, shape, value_dim, window, dtype)
+    gram = ((layout.chunks, heads, layout.chunk, BLOCK.value), torch.float32)
+    return [*numbers, gram, states, ((*rows, heads, value_dim), operand_dtype(dtype))]
+
+
 class Plan(triton_channel.Plan):
     """All of the launches of a call that follows from shapes and options."""
 
@@ -253,63 +272,32 @@ class Plan(triton_channel.Plan):
         self.within = self.launcher(_within, self.all_chunks * self._tiles(sizes.within), sizes.within)
 
 
-def forward(
-    plan: Plan,
-    tables: Tables,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gain: Tensor,
-    ridge: Tensor | None,
-    memory: Tensor | None,
-    before: Before,
-    lengths: Tensor | None,
-    output: Tensor,
-    final: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """As `triton_channel.forward`; also returns products of keys in blocks, [chunks, H, C, 16], and residuals."""
-    scale, log_decay, energy = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in plan.shapes)
+def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: bool) -> Kept:
+    """Fills `output` [B, T, H, V] and, where given, `final` [S, H, K, V]."""
+    q, k, v, gain, tables, previous = call.q, call.k, call.v, call.gain, call.tables, call.before.previous_key
     gram = torch.empty(plan.gram, dtype=torch.float32, device=q.device)
     states = torch.empty(plan.states, dtype=plan.operand, device=q.device)
     residuals = torch.empty(v.shape, dtype=plan.operand, device=q.device)
-    previous = before.previous_key
-    plan.rates(
-        k, gain, ridge, previous, before.previous_valid, lengths, scale, log_decay, energy, gram, *tables, *plan.across
-    )
+    scale, log_decay, energy = triton_channel.rates(plan, call, gram)
     plan.solve(
-        k, v, gain, scale, log_decay, gram, previous, memory, states, residuals, final, *tables[:2], *plan.across,
-        flags=(final is not None,),
+        k, v, gain, scale, log_decay, gram, previous, call.memory, states, residuals, final, *tables[:2],
+        *plan.across, flags=(final is not None,),
     )  # fmt: skip
     plan.read(q, k, residuals, gain, scale, log_decay, previous, states, output, *tables, *plan.across)
-    return scale, log_decay, energy, gram, states, residuals
+    return Kept(scale, log_decay, energy, gram, states, residuals)
 
 
 def backward(
-    plan: Plan,
-    tables: Tables,
-    grad_output: Tensor,
-    grad_final: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gain: Tensor,
-    ridge: Tensor | None,
-    before: Before,
-    lengths: Tensor | None,
-    kept: tuple[Tensor | None, ...],
-    into: tuple[Tensor | None, ...],
-    grad_memory: Tensor | None,
-    grad_previous: Tensor | None,
+    plan: Plan, call: Call, kept: Kept, grad_output: Tensor, grad_final: Tensor | None, into: Gradients
 ) -> None:
-    """As `triton_channel.backward`."""
+    q, k, tables, previous = call.q, call.k, call.tables, call.before.previous_key
     scale, log_decay, _, gram, states, residuals = kept
+    assert states is not None
+    assert residuals is not None
     grad_states, grad_z = torch.empty_like(states), torch.empty_like(residuals)
-    previous = before.previous_key
     plan.within(q, k, log_decay, previous, grad_output, grad_z, *tables, *plan.across)
     plan.unsolve(
-        q, k, gain, scale, log_decay, gram, previous, grad_output, grad_final, grad_z, grad_states, grad_memory,
+        q, k, call.gain, scale, log_decay, gram, previous, grad_output, grad_final, grad_z, grad_states, into.memory,
         *tables[:2], *plan.across, flags=(grad_final is not None,),
     )  # fmt: skip
-    triton_channel.gradients(
-        plan, tables, grad_output, q, k, v, gain, ridge, before, lengths, kept, grad_z, grad_states, into, grad_previous
-    )
+    triton_channel.gradients(plan, call, kept, grad_output, grad_z, grad_states, into)

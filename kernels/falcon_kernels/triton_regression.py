@@ -43,13 +43,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import launch
+from . import launch, triton_schedule
 from .launcher import Launcher
 from .triton_layout import (
     NUMBERS,
     OPERANDS,
     Layout,
-    Tables,
     chunk_of,
     exists,
     load_rows,
@@ -58,7 +57,7 @@ from .triton_layout import (
     span,
     store_rows,
 )
-from .triton_schedule import Before, Options, pair_exists, step_gradients
+from .triton_schedule import Call, Gradients, Kept, Options, Shape, pair_exists, step_gradients
 
 CHUNK = 64
 
@@ -752,6 +751,19 @@ def _gradients(
 # Launches
 
 
+def chunk_length(dtype: torch.dtype, key_dim: int, window: int) -> int:
+    return CHUNK
+
+
+def kept(layout: Layout, shape: tuple[int, ...], value_dim: int, window: int, dtype: torch.dtype) -> list[Shape | None]:
+    """Shapes of `Kept`, of q of `shape`."""
+    *rows, heads, key_dim = shape
+    shapes = triton_schedule.shapes(layout, heads, window, triton_schedule.parts(dtype))
+    numbers = [(n, torch.float32) for n in (*shapes, (layout.chunks, heads, CHUNK, CHUNK))]
+    wide = operand_dtype(dtype)
+    return [*numbers, ((layout.chunks, heads, value_dim, key_dim), wide), ((*rows, heads, value_dim), wide)]
+
+
 class Plan:
     """All of the launches of a call that follows from shapes and options."""
 
@@ -764,6 +776,9 @@ class Plan:
         self.operand = operand_dtype(dtype)
         self.states = (layout.chunks, heads, value_dim, key_dim)
         self.inverse = (layout.chunks, heads, CHUNK, CHUNK)
+        self.schedule = triton_schedule.Plan(
+            layout, heads, key_dim, options, masked, carried, triton_schedule.parts(dtype), aligned
+        )
         self.numbers = (layout.length, layout.longest, heads, layout.chunks * heads * CHUNK)
         size = self.operand.itemsize
         key_tile, value_width = (launch.padded(d, size) for d in (key_dim, value_dim))
@@ -810,62 +825,30 @@ class Plan:
         self.gradients = across(_gradients, sizes.gradients, schedule)
 
 
-def forward(
-    plan: Plan,
-    tables: Tables,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    log_decay: Tensor,
-    memory: Tensor | None,
-    previous: Tensor | None,
-    output: Tensor,
-    final: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Fills `output` and, where it is given, `final`; returns the inverses, chunk states and residuals.
-
-    Args:
-        q, k: [B, T, H, K]; v: [B, T, H, V]; float32, bfloat16 or float16, the same for all.
-        weight: float32 [chunks, H, C] step sizes, 0 for what is no token and for a first token without a pair.
-        log_decay: float32 [chunks, H, C], running from the chunk's start; but of bfloat16 in two parts, [2, ...].
-        memory: float32 [S, H, K, V]; S is B, or the number of documents; None for zero.
-        previous: [S, H, K] previous keys, 0 where there is none.
-    """
+def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: bool) -> Kept:
+    """Fills `output` [B, T, H, V] and, where given, `final` [S, H, K, V]."""
+    q, k, v, tables, previous = call.q, call.k, call.v, call.tables, call.before.previous_key
+    weight, log_decay, energy = triton_schedule.forward(plan.schedule, call)
     inverse = torch.empty(plan.inverse, dtype=torch.float32, device=q.device)
     states = torch.empty(plan.states, dtype=plan.operand, device=q.device)
     w, z = (torch.empty(t.shape, dtype=plan.operand, device=q.device) for t in (q, v))
     plan.invert(k, previous, weight, log_decay, inverse, *tables, *plan.numbers)
     plan.prepare(q, k, v, previous, weight, log_decay, inverse, w, z, *tables, *plan.numbers, flags=(False,))
     plan.carry(
-        k, previous, log_decay, memory, w, z, states, final, *tables[:2], *plan.numbers, flags=(final is not None,)
-    )
+        k, previous, log_decay, call.memory, w, z, states, final, *tables[:2], *plan.numbers,
+        flags=(final is not None,),
+    )  # fmt: skip
     plan.read(q, k, previous, log_decay, states, z, output, *tables, *plan.numbers)
-    return inverse, states, z
+    return Kept(weight, log_decay, energy, inverse, states, z)
 
 
 def backward(
-    plan: Plan,
-    tables: Tables,
-    grad_output: Tensor,
-    grad_final: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gain: Tensor,
-    ridge: Tensor | None,
-    before: Before,
-    lengths: Tensor | None,
-    kept: tuple[Tensor, ...],
-    into: tuple[Tensor, ...],
-    grad_memory: Tensor | None,
-    grad_previous: Tensor | None,
+    plan: Plan, call: Call, kept: Kept, grad_output: Tensor, grad_final: Tensor | None, into: Gradients
 ) -> None:
-    """Fills the gradients of q, k, v, gain and ridge, and of memory and previous keys where those are given.
-
-    `kept` are weight, log decay and energy of the schedule, and what `forward` returned.
-    """
+    q, k, v, before, tables = call.q, call.k, call.v, call.before, call.tables
     weight, log_decay, energy, inverse, states, z = kept
+    assert states is not None
+    assert z is not None
     previous = before.previous_key
     w, grad_z = torch.empty(q.shape, dtype=plan.operand, device=q.device), torch.empty_like(z)
     grad_states = torch.empty_like(states)
@@ -873,11 +856,12 @@ def backward(
         q, k, grad_output, previous, weight, log_decay, inverse, w, grad_z, *tables, *plan.numbers, flags=(True,)
     )
     plan.reverse(
-        q, k, previous, log_decay, w, grad_output, grad_final, grad_z, grad_states, grad_memory, *tables[:2],
+        q, k, previous, log_decay, w, grad_output, grad_final, grad_z, grad_states, into.memory, *tables[:2],
         *plan.numbers, flags=(grad_final is not None,),
     )  # fmt: skip
     del w
     plan.gradients(
-        q, k, v, gain, ridge, previous, before.previous_valid, lengths, weight, log_decay, energy, inverse, states, z,
-        grad_output, grad_z, grad_states, *into, grad_previous, *tables, *plan.numbers,
+        q, k, v, call.gain, call.ridge, previous, before.previous_valid, call.lengths, weight, log_decay, energy,
+        inverse, states, z, grad_output, grad_z, grad_states, *into[:5], into.before.previous_key, *tables,
+        *plan.numbers,
     )  # fmt: skip

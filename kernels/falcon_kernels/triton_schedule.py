@@ -266,6 +266,51 @@ class Before(NamedTuple):
     tail_valid: Tensor | None = None  # [S, W - 1] bool
 
 
+class Call(NamedTuple):
+    """What kernels are given, contiguous."""
+
+    q: Tensor  # [B, T, H, K]; float32, bfloat16 or float16, the same for q, k and v
+    k: Tensor
+    v: Tensor  # [B, T, H, V]
+    gain: Tensor  # [B, T, H], or per channel [B, T, H, V]
+    ridge: Tensor | None  # [B, T, H]
+    memory: Tensor | None  # [S, H, K, V] float32; S is B, or the number of documents; None for zero
+    before: Before  # 0 where it is not valid
+    lengths: Tensor | None  # [B] int64 tokens of each row, the rest of which does nothing
+    tables: Tables
+
+
+class Kept(NamedTuple):
+    """What a forward leaves to the backward; None where a rule has none."""
+
+    weight: Tensor  # of steps; per channel what gains are multiplied by
+    log_decay: Tensor  # running, of each chunk, to base 2
+    energy: Tensor
+    inverse: Tensor | None = None
+    states: Tensor | None = None  # what chunks find
+    residuals: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """Where a backward writes: everything that is given; and adds, in `before`, which is zero."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gain: Tensor
+    ridge: Tensor | None
+    memory: Tensor | None
+    before: Before
+
+
+Shape = tuple[tuple[int, ...], torch.dtype]  # of one of `Kept`
+
+
+def parts(dtype: torch.dtype) -> int:
+    """The sums in which the regression rules take log decays."""
+    return 1 if dtype == torch.bfloat16 else 2
+
+
 def shapes(layout: Layout, heads: int, window: int, parts: int) -> tuple[tuple[int, ...], ...]:
     """Of weight, log decay and energy."""
     one = (layout.chunks, heads, triton.next_power_of_2(layout.chunk + window - 1))
@@ -292,18 +337,12 @@ class Plan:
         self.forward = Launcher(_forward, (layout.chunks * heads,), constants, aligned=aligned)
 
 
-def forward(
-    plan: Plan, tables: Tables, k: Tensor, gain: Tensor, ridge: Tensor | None, before: Before, lengths: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """weight, log decay and energy, float32 in the shapes of the first lines of this file.
-
-    Args:
-        k: [B, T, H, K]; gain: [B, T, H]; ridge: [B, T, H].
-        lengths: [B] int64 tokens of each row, the rest of which does nothing.
-    """
-    weight, log_decay, energy = (torch.empty(shape, dtype=torch.float32, device=k.device) for shape in plan.shapes)
+def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """weight, log decay and energy, float32 in the shapes of the first lines of this file."""
+    before = call.before
+    weight, log_decay, energy = (torch.empty(shape, dtype=torch.float32, device=call.k.device) for shape in plan.shapes)
     plan.forward(
-        k, gain, ridge, before.previous_key, before.previous_valid, before.tail_x, before.tail_valid, lengths,
-        weight, log_decay, energy, *tables, *plan.numbers,
+        call.k, call.gain, call.ridge, before.previous_key, before.previous_valid, before.tail_x, before.tail_valid,
+        call.lengths, weight, log_decay, energy, *call.tables, *plan.numbers,
     )  # fmt: skip
     return weight, log_decay, energy

@@ -50,13 +50,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import launch
+from . import launch, triton_schedule
 from .launcher import Launcher
 from .triton_layout import (
     NUMBERS,
     OPERANDS,
     Layout,
-    Tables,
     chunk_of,
     exists,
     load_rows,
@@ -80,14 +79,14 @@ from .triton_regression import (
     _turned,
     _wide_dot,
 )
-from .triton_schedule import Before, Options, pair_exists, step_gradients, window_size
+from .triton_schedule import Call, Gradients, Kept, Options, Shape, pair_exists, step_gradients, window_size
 from .triton_smoothness import ROWS, SMOOTHNESS, bound_gradients, moved, window_gradients, window_rows
 
 HALF = tl.constexpr(32)
 LARGEST_WINDOW = 16
 
 
-def chunk_length(window: int) -> int:
+def chunk_length(dtype: torch.dtype, key_dim: int, window: int) -> int:
     """C: C W rows are at most 64, C + 2 (W - 1) pairs at most 34, and 32 for small windows."""
     return min(ROWS.value // window, 30)
 
@@ -632,6 +631,14 @@ def _collect(
 # Launches
 
 
+def kept(layout: Layout, shape: tuple[int, ...], value_dim: int, window: int, dtype: torch.dtype) -> list[Shape | None]:
+    """Shapes of `Kept`, of q of `shape`."""
+    *_, heads, key_dim = shape
+    shapes = triton_schedule.shapes(layout, heads, window, triton_schedule.parts(dtype))
+    numbers: list[Shape | None] = [(n, torch.float32) for n in shapes]
+    return [*numbers, None, ((layout.chunks, heads, value_dim, key_dim), operand_dtype(dtype)), None]
+
+
 class Plan:
     """All of the launches of a call that follows from shapes and options."""
 
@@ -645,6 +652,9 @@ class Plan:
         rows, tile = ROWS.value, triton.next_power_of_2(layout.chunk + window - 1)
         self.operand = operand_dtype(dtype)
         self.states = (layout.chunks, heads, value_dim, key_dim)
+        self.schedule = triton_schedule.Plan(
+            layout, heads, key_dim, options, masked, carried, triton_schedule.parts(dtype), aligned
+        )
         self.inverse = (chunks, rows, rows)
         self.solved = (chunks, rows, value_dim)
         self.lost, self.made = ((chunks, 2 * layout.chunk + window - 1, width) for width in (key_dim, value_dim))
@@ -690,65 +700,29 @@ class Plan:
         self.collect = across(_collect, sizes.collect)
 
 
-def forward(
-    plan: Plan,
-    tables: Tables,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    log_decay: Tensor,
-    memory: Tensor | None,
-    before: Before,
-    output: Tensor,
-    states: Tensor | None,
-    final: Tensor | None,
-) -> None:
-    """Fills `output` [B, T, H, V] and, where given, what chunks find, `plan.states`, and the last, [S, H, K, V].
-
-    Args:
-        q, k: [B, T, H, K]; v: [B, T, H, V]; float32, bfloat16 or float16, the same for all.
-        weight, log_decay: as the schedule leaves them, [2, chunks, H, TILE], of which the first are used, and
-            [1, ...], but of bfloat16 [2, ...].
-        memory: float32 [S, H, K, V]; S is B, or the number of documents; None for zero.
-        before: previous keys, and pairs of the tails, 0 where there is none.
-    """
-    previous, _, tail_x, tail_v, _ = before
+def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: bool) -> Kept:
+    """Fills `output` [B, T, H, V] and, where given, `final` [S, H, K, V]."""
+    q, k, v, tables = call.q, call.k, call.v, call.tables
+    previous, _, tail_x, tail_v, _ = call.before
+    weight, log_decay, energy = triton_schedule.forward(plan.schedule, call)
+    states = torch.empty(plan.states, dtype=plan.operand, device=q.device) if keep else None
     lost, made = (torch.empty(s, dtype=plan.operand, device=q.device) for s in (plan.lost, plan.made))
     plan.local(
         q, k, v, previous, tail_x, tail_v, weight, log_decay, lost, made, None, *tables, *plan.numbers, flags=(False,)
     )
     plan.carry(
-        k, previous, tail_x, log_decay, memory, lost, made, output, states, final, *tables[:2], *plan.numbers,
+        k, previous, tail_x, log_decay, call.memory, lost, made, output, states, final, *tables[:2], *plan.numbers,
         flags=(states is not None, final is not None),
     )  # fmt: skip
+    return Kept(weight, log_decay, energy, states=states)
 
 
 def backward(
-    plan: Plan,
-    tables: Tables,
-    grad_output: Tensor,
-    grad_final: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gain: Tensor,
-    ridge: Tensor | None,
-    before: Before,
-    lengths: Tensor | None,
-    weight: Tensor,
-    log_decay: Tensor,
-    energy: Tensor,
-    states: Tensor,
-    into: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
-    grad_before: Before,
+    plan: Plan, call: Call, kept: Kept, grad_output: Tensor, grad_final: Tensor | None, into: Gradients
 ) -> None:
-    """Fills the gradients of q, k, v, gain, ridge, memory, and `grad_before`.
-
-    gain, ridge, lengths and energy are the schedule's, `states` what the forward has left.
-    """
-    grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_memory = into
-    previous, previous_valid, tail_x, tail_v, tail_valid = before
+    q, k, v, tables = call.q, call.k, call.v, call.tables
+    previous, previous_valid, tail_x, tail_v, tail_valid = call.before
+    weight, log_decay, energy, _, states, _ = kept
 
     def empty(shape, dtype=plan.operand):
         return torch.empty(shape, dtype=dtype, device=q.device)
@@ -759,7 +733,7 @@ def backward(
         flags=(True,),
     )  # fmt: skip
     plan.reverse(
-        k, previous, tail_x, log_decay, lost, grad_output, grad_final, grad_states, grad_memory, *tables[:2],
+        k, previous, tail_x, log_decay, lost, grad_output, grad_final, grad_states, into.memory, *tables[:2],
         *plan.numbers, flags=(grad_final is not None,),
     )  # fmt: skip
     del lost
@@ -771,14 +745,14 @@ def backward(
     del inverse
     grad_energy = empty(plan.energies, torch.float32)
     plan.gradients(
-        q, k, v, gain, ridge, previous, previous_valid, tail_x, tail_v, tail_valid, lengths, weight, log_decay, energy,
-        states, grad_output, grad_states, z, y, grad_q, grad_gain, grad_ridge, grad_energy, part_x, *tables,
-        *plan.numbers,
+        q, k, v, call.gain, call.ridge, previous, previous_valid, tail_x, tail_v, tail_valid, call.lengths, weight,
+        log_decay, energy, states, grad_output, grad_states, z, y, into.q, into.gain, into.ridge, grad_energy, part_x,
+        *tables, *plan.numbers,
     )  # fmt: skip
     del z, y
     if plan.add_bound is not None:
         plan.add_bound(k, previous, tail_x, grad_energy, part_x, *tables, *plan.across)
     plan.collect(
-        k, previous, tail_x, grad_energy, part_x, part_v, grad_k, grad_v, grad_before.previous_key, grad_before.tail_x,
-        grad_before.tail_v, *tables, *plan.across,
+        k, previous, tail_x, grad_energy, part_x, part_v, into.k, into.v, into.before.previous_key, into.before.tail_x,
+        into.before.tail_v, *tables, *plan.across,
     )  # fmt: skip
