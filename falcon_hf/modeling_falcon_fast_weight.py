@@ -416,8 +416,10 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info=False, **kwargs):
         """As in transformers, but weights that are missing or that nothing takes are an error.
 
-        Only the head may be new, or be dropped, where the checkpoint is that of a model with another head.
+        Only the head may be new, or be dropped, where the checkpoint is that of a model with another head. Weights are
+        taken from safetensors, not from pickles, which can run code.
         """
+        kwargs.setdefault("use_safetensors", True)
         loaded: Any = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )

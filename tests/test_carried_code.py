@@ -101,6 +101,7 @@ def test_the_code_is_flat_and_needs_nothing_but_torch_and_transformers(tmp_path)
     assert needed - sys.stdlib_module_names == {"torch", "transformers", "huggingface_hub"}
     assert all(len(text) < 50_000 for text in files.values())
     assert sum(map(len, files.values())) < 450_000
+    assert f"its code, {len(files)} files of Python" in (Path(__file__).parents[1] / "README.md").read_text("utf-8")
 
 
 @pytest.mark.skipif(not (interpreter.USABLE or torch.cuda.is_available()), reason="kernels run nowhere here")

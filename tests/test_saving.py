@@ -138,3 +138,12 @@ def test_a_checkpoint_that_claims_a_head_must_have_it(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     architectures = json.loads((tmp_path / "config.json").read_text())["architectures"]
     assert architectures == ["FalconFastWeightForCausalLM"]
+
+
+def test_a_pickle_is_refused(tmp_path):
+    model = tiny_model(torch.float32)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
