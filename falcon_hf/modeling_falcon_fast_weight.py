@@ -24,6 +24,7 @@ from transformers.modeling_layers import (
     GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.hub import create_and_tag_model_card
@@ -524,10 +525,13 @@ class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
         Args:
             input_ids: [B, T]; or `inputs_embeds` [B, T, hidden_size].
             attention_mask: [B, T], or [B, past + T] with a cache: 0 where there is no token, anywhere.
-            position_ids: [B, T], for full_attention layers; without mask and cache, each 0 begins a document.
+            position_ids: [B, T], for full_attention layers; without mask and cache, one that is not one more than the
+                position before it begins a document.
             cache: state to go on from, updated in place; `past_key_values` and `cache_params` are other names for it.
             use_cache: whether to return a cache; by default config.use_cache outside training.
             cu_seq_lens_q: [N + 1] bounds of documents packed into one row.
+            seq_idx: [B, T] number of the document that a token belongs to; what marks documents, in this order of
+                precedence: cu_seq_lens_q, seq_idx, position_ids.
         """
         cache = _one_cache(cache=cache, past_key_values=past_key_values, cache_params=cache_params)
         if (input_ids is None) == (inputs_embeds is None):
@@ -541,11 +545,12 @@ class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
 
-        cu_seqlens = _document_bounds(kwargs.get("cu_seq_lens_q"), position_ids, attention_mask, cache, inputs_embeds)
+        given = (kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx"), position_ids)
+        cu_seqlens = _document_bounds(*given, attention_mask, cache, inputs_embeds)
         if cu_seqlens is not None:
             use_cache = False
             if position_ids is None:
-                position_ids = _index_in_document(cu_seqlens, length)[None]
+                position_ids = _index_in_document(cu_seqlens, inputs_embeds.shape[0] * length).view(-1, length)
         if use_cache and cache is None and not checkpointing:
             cache = falcon_cache(self.config)
         if cache is not None:
@@ -620,7 +625,7 @@ def _padding(mask: Tensor | None, inputs_embeds: Tensor) -> Compaction | None:
     return compaction(mask.to(inputs_embeds.device))
 
 
-def _document_bounds(cu_seq_lens, position_ids, attention_mask, cache, inputs_embeds) -> Tensor | None:
+def _document_bounds(cu_seq_lens, seq_idx, position_ids, attention_mask, cache, inputs_embeds) -> Tensor | None:
     """[N + 1] bounds of packed documents, as the collators of transformers and TRL send them, or None."""
     batch, length = inputs_embeds.shape[:2]
     if cu_seq_lens is not None:
@@ -630,10 +635,12 @@ def _document_bounds(cu_seq_lens, position_ids, attention_mask, cache, inputs_em
                 "documents lie in one row without either."
             )
         return cu_seq_lens
-    if position_ids is None or attention_mask is not None or cache is not None:
+    if seq_idx is not None and (attention_mask is not None or cache is not None):
+        raise ValueError("seq_idx is given with attention_mask or cache; packed documents have neither.")
+    if seq_idx is None and (position_ids is None or attention_mask is not None or cache is not None):
         return None
-    first = position_ids.expand(batch, -1) == 0
-    first = torch.cat([torch.ones_like(first[:, :1]), first[:, 1:]], 1)
+    numbers, step = (position_ids, 1) if seq_idx is None else (seq_idx, 0)
+    first = F.pad(numbers.diff(dim=-1) != step, (1, 0), value=True).expand(batch, -1)
     starts = first.flatten().nonzero()[:, 0]
     if starts.shape[0] == batch:
         return None
@@ -791,6 +798,9 @@ class FalconFastWeightForSequenceClassification(GenericForSequenceClassification
 class FalconFastWeightForTokenClassification(GenericForTokenClassification, _Classifier):
     """The layers with a linear classifier on every token."""
 
+
+# By these names Trainer knows whose labels it has to shift when it smooths them.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FalconFastWeightConfig.model_type] = FalconFastWeightForCausalLM.__name__
 
 __all__ = [
     "FalconFastWeightAttention",
