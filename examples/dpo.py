@@ -113,6 +113,8 @@ def main(
     trainer.save_state()
     if trainer.is_world_process_zero():
         print(f"{output}: {metrics['eval_rewards/accuracies']:.0%} of held-out pairs gained, {steps} steps")
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()  # with its process group open, a process can abort as it exits
 
 
 if __name__ == "__main__":

@@ -124,6 +124,8 @@ def main(
     trainer.save_state()
     if trainer.is_world_process_zero():
         print(f"{output}: perplexity {math.exp(before):.3f} before, {math.exp(after):.3f} after {steps} steps")
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()  # with its process group open, a process can abort as it exits
 
 
 if __name__ == "__main__":
