@@ -149,90 +149,24 @@ class Window(NamedTuple):
     collect: Config
 
 
+def _window(carry: Config, reverse: Config, tile: int = 64, few: int = 64) -> Window:
+    """`few` channels at a time where a kernel keeps most; `carry` and `reverse` go along sequences."""
+    local, chunk = Config(tile, 4, 1), Config(few, 4, 1)
+    return Window(local, carry, reverse, chunk, chunk, local, Config(tile, 2, 1))
+
+
 WINDOW = {  # keys as in TABLE
-    ("large", 2, 64): Window(
-        Config(64, 4, 1),
-        Config(64, 4, 3),
-        Config(64, 4, 3),
-        Config(64, 4, 1, registers=128),
-        Config(64, 4, 1),
-        Config(64, 4, 1),
-        Config(64, 2, 1),
-    ),
-    ("large", 2, 128): Window(
-        Config(64, 4, 1),
-        Config(128, 8, 3),
-        Config(128, 8, 2),
-        Config(64, 4, 1),
-        Config(64, 4, 1),
-        Config(64, 4, 1),
-        Config(64, 2, 1),
-    ),
-    ("large", 2, 256): Window(
-        Config(64, 4, 1),
-        Config(32, 4, 1),
-        Config(32, 4, 1),
-        Config(64, 4, 1),
-        Config(64, 4, 1),
-        Config(64, 4, 1),
-        Config(64, 2, 1),
-    ),
-    ("safe", 2, 64): Window(
-        Config(64, 4, 1),
-        Config(64, 4, 1),
-        Config(64, 4, 1),
-        Config(64, 4, 1),
-        Config(64, 4, 1),
-        Config(64, 4, 1),
-        Config(64, 2, 1),
-    ),
-    ("safe", 2, 128): Window(
-        Config(64, 4, 1),
-        Config(64, 4, 1),
-        Config(32, 4, 1),
-        Config(64, 4, 1),
-        Config(64, 4, 1),
-        Config(64, 4, 1),
-        Config(64, 2, 1),
-    ),
-    ("safe", 2, 256): Window(
-        Config(64, 4, 1),
-        Config(32, 4, 1),
-        Config(16, 4, 1),
-        Config(64, 4, 1),
-        Config(64, 4, 1),
-        Config(64, 4, 1),
-        Config(64, 2, 1),
-    ),
+    ("large", 2, 64): _window(Config(64, 4, 3), Config(64, 4, 3))._replace(adjoint=Config(64, 4, 1, registers=128)),
+    ("large", 2, 128): _window(Config(128, 8, 3), Config(128, 8, 2)),
+    ("large", 2, 256): _window(Config(32, 4, 1), Config(32, 4, 1)),
+    ("safe", 2, 64): _window(Config(64, 4, 1), Config(64, 4, 1)),
+    ("safe", 2, 128): _window(Config(64, 4, 1), Config(32, 4, 1)),
+    ("safe", 2, 256): _window(Config(32, 4, 1), Config(16, 4, 1)),
 }
 WIDE_WINDOW = {  # 4-byte operands, on any card, by K
-    64: Window(
-        Config(32, 4, 1),
-        Config(16, 4, 1),
-        Config(16, 4, 1),
-        Config(16, 4, 1),
-        Config(16, 4, 1),
-        Config(32, 4, 1),
-        Config(32, 2, 1),
-    ),
-    128: Window(
-        Config(32, 4, 1),
-        Config(16, 8, 1),
-        Config(16, 8, 1),
-        Config(16, 4, 1),
-        Config(16, 4, 1),
-        Config(32, 4, 1),
-        Config(32, 2, 1),
-    ),
-    256: Window(
-        Config(32, 4, 1),
-        Config(16, 8, 1),
-        Config(16, 8, 1),
-        Config(16, 4, 1),
-        Config(16, 4, 1),
-        Config(32, 4, 1),
-        Config(32, 2, 1),
-    ),
+    64: _window(Config(16, 4, 1), Config(16, 4, 1), 32, 16),
+    128: _window(Config(16, 8, 1), Config(16, 8, 1), 32, 16),
+    256: _window(Config(16, 8, 1), Config(16, 8, 1), 32, 16),
 }
 
 

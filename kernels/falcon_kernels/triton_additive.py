@@ -41,6 +41,7 @@ from .triton_layout import (
     load_rows,
     load_tile,
     load_tile_again,
+    moved,
     operand_dtype,
     span,
     store_rows,
@@ -55,7 +56,6 @@ from .triton_schedule import (
     Kept,
     Options,
     Shape,
-    moved,
     pair_exists,
     step_gradients,
     window_size,
@@ -227,11 +227,14 @@ def _reverse_pass(
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def _carry(
+def carry_parts(
     written, part_decay, initial, parts, heads,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, INITIAL: tl.constexpr, REVERSED: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, DECAYS: tl.constexpr, INITIAL: tl.constexpr, REVERSED: tl.constexpr,
 ):  # fmt: skip
-    """Replaces what each part writes [S, parts, H, K V] by the memory that it finds, from `initial` [S, H, K V] on."""
+    """Replaces what each part writes [S, parts, H, K V] by the memory that it finds, from `initial` [S, H, K V] on.
+
+    DECAYS: of a part, 1 or one per value channel.
+    """
     blocks = (SIZE + BLOCK - 1) // BLOCK
     program = tl.program_id(0).to(tl.int64)
     head, sequence = program // blocks % heads, program // (blocks * heads)
@@ -245,7 +248,10 @@ def _carry(
         place = (sequence * parts + part) * heads + head
         own = tl.load(written + place * SIZE + entry, mask=inside, other=0.0)
         tl.store(written + place * SIZE + entry, s, mask=inside)
-        s = s * tl.exp2(tl.load(part_decay + place)) + own
+        decay = part_decay + place * DECAYS
+        if DECAYS > 1:
+            decay += entry % DECAYS
+        s = s * tl.exp2(tl.load(decay)) + own
 
 
 @triton.jit
@@ -669,6 +675,8 @@ class Plan:
         window = schedule.window
         self.operand = operand_dtype(dtype)
         self.memory = (layout.sequences, self.heads, key_dim, value_dim)
+        self.decays: tuple[int, ...] = ()  # of a part
+        self.device = device
         self.states = (layout.chunks, self.heads, key_dim, value_dim)
         key_tile, value_width = (launch.padded(d, self.operand.itemsize) for d in (key_dim, value_dim))
         forward, reverse, backward = launch.configs(device, self.operand.itemsize, key_tile, layout.chunk + window - 1)
@@ -703,7 +711,7 @@ class Plan:
         def launcher(kernel, programs, constants, *flags):
             return Launcher(kernel, (programs,), constants, flags, aligned)
 
-        chunks, size = layout.chunks * self.heads, key_dim * value_dim
+        chunks = layout.chunks * self.heads
         self.forward = launcher(
             _pass, rows * self.parts * tiles(forward), options(forward, sizes, tile, rule, numbers),
             "READ", "STORE", "FINAL", "INITIAL", "FROM_ZERO",
@@ -719,20 +727,29 @@ class Plan:
         self.lookback_rows = chunks * (window - 1)
         lookback = {"BV": value_width, "LOOKBACK": triton.next_power_of_2(max(window - 1, 1)), "num_warps": 4}
         self.lookback = launcher(_add_lookback, chunks, sizes | rule | lookback)
-        self.carry = launcher(
-            _carry, rows * -(-size // 1024), {"SIZE": size, "BLOCK": 1024, "num_warps": 4}, "INITIAL", "REVERSED"
-        )
+        self.carry = carry_launcher(rows, (key_dim, value_dim), 1, aligned)
 
-    def in_parts(self, run, memory: Tensor | None, like: Tensor, reverse: bool) -> Tensor | None:
-        """What each part of each sequence begins with, [S, parts, H, K, V]; `memory` itself where there is one part."""
-        if self.parts == 1:
-            return memory
-        sequences, heads, *matrix = self.memory
-        found = torch.empty((sequences, self.parts, heads, *matrix), dtype=torch.float32, device=like.device)
-        decay = torch.empty((sequences, self.parts, heads), dtype=torch.float32, device=like.device)
-        run(found, decay)
-        self.carry(found, decay, memory, self.parts, heads, flags=(memory is not None, reverse))
-        return found
+
+def in_parts(plan, run, memory: Tensor | None, reverse: bool) -> Tensor | None:
+    """What each part of each sequence begins with, [S, parts, H, K, V]; `memory` itself where there is one part.
+
+    run: fills what parts write to an empty memory, and their log decays.
+    """
+    if plan.parts == 1:
+        return memory
+    sequences, heads, *matrix = plan.memory
+    found = torch.empty((sequences, plan.parts, heads, *matrix), dtype=torch.float32, device=plan.device)
+    decay = torch.empty((sequences, plan.parts, heads, *plan.decays), dtype=torch.float32, device=plan.device)
+    run(found, decay)
+    plan.carry(found, decay, memory, plan.parts, heads, flags=(memory is not None, reverse))
+    return found
+
+
+def carry_launcher(rows: int, matrix: tuple[int, int], decays: int, aligned: bool) -> Launcher:
+    """Of `carry_parts`, for so many sequences and heads."""
+    size = matrix[0] * matrix[1]
+    constants = {"SIZE": size, "BLOCK": 1024, "DECAYS": decays, "num_warps": 4}
+    return Launcher(carry_parts, (rows * -(-size // 1024),), constants, ("INITIAL", "REVERSED"), aligned)
 
 
 def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: bool) -> Kept:
@@ -749,7 +766,7 @@ def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: 
         )  # fmt: skip
 
     states = torch.empty(plan.states, dtype=plan.operand, device=q.device) if keep else None
-    initial = plan.in_parts(lambda found, decay: run(None, None, None, found, decay, True), call.memory, q, False)
+    initial = in_parts(plan, lambda found, decay: run(None, None, None, found, decay, True), call.memory, False)
     run(initial, output, states, final, None, False)
     return Kept(weight, log_decay, energy, states=states)
 
@@ -769,7 +786,7 @@ def backward(
             flags=(states is not None, last, initial is not None, from_zero),
         )  # fmt: skip
 
-    initial = plan.in_parts(lambda found, decay: reverse(None, None, found, decay, True), grad_final, q, True)
+    initial = in_parts(plan, lambda found, decay: reverse(None, None, found, decay, True), grad_final, True)
     reverse(initial, grad_states, into.memory, None, False)
 
     old_x = old_v = None

@@ -49,6 +49,7 @@ from torch import Tensor
 
 from . import launch
 from .launcher import Launcher
+from .triton_additive import carry_launcher, in_parts
 from .triton_layout import (
     NUMBERS,
     OPERANDS,
@@ -310,28 +311,6 @@ def _reverse_pass(
         tl.store(part_decay + part_number * V + channels[None, :], total, mask=(channels < V)[None, :])
     elif FINAL and part == 0:
         tl.store(final + (sequence * heads + head) * K * V + matrix, g, mask=inside)
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def _carry(
-    written, part_decay, initial, parts, heads,
-    SIZE: tl.constexpr, V: tl.constexpr, ENTRIES: tl.constexpr, INITIAL: tl.constexpr, REVERSED: tl.constexpr,
-):  # fmt: skip
-    """Replaces what each part writes [S, parts, H, K V] by the memory that it finds, from `initial` [S, H, K V] on."""
-    blocks = (SIZE + ENTRIES - 1) // ENTRIES
-    program = tl.program_id(0).to(tl.int64)
-    head, sequence = program // blocks % heads, program // (blocks * heads)
-    entry = program % blocks * ENTRIES + tl.arange(0, ENTRIES)
-    inside = entry < SIZE
-    s = tl.zeros([ENTRIES], tl.float32)
-    if INITIAL:
-        s = tl.load(initial + (sequence * heads + head) * SIZE + entry, mask=inside, other=0.0)
-    for i in range(parts):
-        part = parts - 1 - i if REVERSED else i
-        place = (sequence * parts + part) * heads + head
-        own = tl.load(written + place * SIZE + entry, mask=inside, other=0.0)
-        tl.store(written + place * SIZE + entry, s, mask=inside)
-        s = s * tl.exp2(tl.load(part_decay + place * V + entry % V)) + own
 
 
 # Chunks on their own
@@ -650,6 +629,8 @@ class Plan:
         _, _, self.heads, key_dim = shape
         self.operand = operand_dtype(dtype)
         self.memory = (layout.sequences, self.heads, key_dim, value_dim)
+        self.decays = (value_dim,)  # of a part
+        self.device = device
         self.states = (layout.chunks, self.heads, key_dim, value_dim)
         self.shapes = shapes(layout, self.heads, value_dim)
         size = self.operand.itemsize
@@ -672,7 +653,7 @@ class Plan:
         self.along = (layout.length, self.heads, layout.longest, self.parts, part_chunks)
         self.across = (layout.length, layout.longest, self.heads)
 
-        tiles, entries = self._tiles(sizes.channels), key_dim * value_dim
+        tiles = self._tiles(sizes.channels)
         self.sums = (2, tiles, layout.chunks, self.heads, layout.chunk)
         self.rates = self.launcher(_rates, self.all_chunks, sizes.rates, GRAM=residual)
         self.read = self.launcher(_read, self.all_chunks * self._tiles(sizes.read), sizes.read)
@@ -682,9 +663,7 @@ class Plan:
         programs = self.rows * self.parts
         self.forward = self.launcher(_pass, programs * self._tiles(sizes.forward), sizes.forward, *modes)
         self.reverse = self.launcher(_reverse_pass, programs * self._tiles(sizes.reverse), sizes.reverse, *modes)
-        carry = {"SIZE": entries, "V": value_dim, "ENTRIES": 1024, "num_warps": 4}
-        programs = self.rows * -(-entries // 1024)
-        self.carry = Launcher(_carry, (programs,), carry, ("INITIAL", "REVERSED"), aligned)
+        self.carry = carry_launcher(self.rows, (key_dim, value_dim), value_dim, aligned)
 
     def _tiles(self, config: launch.Config) -> int:
         return -(-self.memory[-1] // min(config.value_tile, self.value_width))
@@ -693,17 +672,6 @@ class Plan:
         tiles = {"BK": min(config.key_tile, self.key_tile), "BV": min(config.value_tile, self.value_width)}
         constants = {n: c for n, c in (self.constants | tiles | more).items() if n in kernel.arg_names}
         return Launcher(kernel, (programs,), constants | config.options(), flags, self.aligned)
-
-    def in_parts(self, run, memory: Tensor | None, like: Tensor, reverse: bool) -> Tensor | None:
-        """What each part of each sequence begins with, [S, parts, H, K, V]; `memory` itself where there is one part."""
-        if self.parts == 1:
-            return memory
-        sequences, heads, *matrix = self.memory
-        found = torch.empty((sequences, self.parts, heads, *matrix), dtype=torch.float32, device=like.device)
-        decay = torch.empty((sequences, self.parts, heads, matrix[1]), dtype=torch.float32, device=like.device)
-        run(found, decay)
-        self.carry(found, decay, memory, self.parts, heads, flags=(memory is not None, reverse))
-        return found
 
 
 def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: bool) -> Kept:
@@ -719,7 +687,7 @@ def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: 
         )  # fmt: skip
 
     states = torch.empty(plan.states, dtype=plan.operand, device=q.device)
-    initial = plan.in_parts(lambda found, decay: run(None, None, found, decay, True), call.memory, q, False)
+    initial = in_parts(plan, lambda found, decay: run(None, None, found, decay, True), call.memory, False)
     run(initial, states, final, None, False)
     plan.read(q, k, v, gain, scale, log_decay, previous, states, output, *tables, *plan.across)
     return Kept(scale, log_decay, energy, states=states)
@@ -750,7 +718,7 @@ def backward(
             flags=(states is not None, last, initial is not None, from_zero),
         )  # fmt: skip
 
-    initial = plan.in_parts(lambda found, decay: reverse(None, None, found, decay, True), grad_final, call.q, True)
+    initial = in_parts(plan, lambda found, decay: reverse(None, None, found, decay, True), grad_final, True)
     reverse(initial, grad_states, into.memory, None, False)
     gradients(plan, call, kept, grad_output, None, grad_states, into)
 

@@ -203,3 +203,11 @@ def load_tile_again(at, zero, there, columns, WIDTH: tl.constexpr):
 @triton.jit
 def store_tile(at, tile, there, columns, WIDTH: tl.constexpr):
     tl.store(_pointers(at, columns), tile, mask=_inside(there, columns, WIDTH))
+
+
+@triton.jit
+def moved(numbers, by, row):
+    """[R] of the numbers `by` rows further down, 0 where there are none."""
+    place = row + by
+    inside = (place >= 0) & (place < row.shape[0])
+    return tl.where(inside, tl.gather(numbers, tl.where(inside, place, row), 0), 0.0)

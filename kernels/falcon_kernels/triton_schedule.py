@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launcher import Launcher
-from .triton_layout import NUMBERS, Layout, Tables, chunk_of, exists, load_rows, x_rows
+from .triton_layout import NUMBERS, Layout, Tables, chunk_of, exists, load_rows, moved, x_rows
 from .triton_smoothness import SMOOTHNESS, smoothness
 
 RIDGE = {"none": 0, "direct": 1, "scale_coupled": 2}
@@ -81,14 +81,6 @@ def _log1p_negative(a):
     square = s * s
     near = -2.0 * s * (1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9)))))
     return tl.where(a < 0.25, near, tl.log(1.0 - a))
-
-
-@triton.jit
-def moved(numbers, by, row):
-    """[TILE] of the numbers `by` rows further down, 0 where there are none."""
-    place = row + by
-    inside = (place >= 0) & (place < row.shape[0])
-    return tl.where(inside, tl.gather(numbers, tl.where(inside, place, row), 0), 0.0)
 
 
 @triton.jit

@@ -20,20 +20,12 @@ of triton_window.py, and all of them are squared by one matrix product.
 import triton
 import triton.language as tl
 
-from .triton_layout import exists, load_rows, x_rows
+from .triton_layout import exists, load_rows, moved, x_rows
 
 SMOOTHNESS = {"trace": 0, "exact": 1, "bound": 2}
 SQUARINGS = tl.constexpr(24)
 ROWS = tl.constexpr(64)  # (token, pair) of a chunk
 TINY = tl.constexpr(1.1754943508222875e-38)
-
-
-@triton.jit
-def moved(numbers, by, row):
-    """[R] of the numbers `by` rows further down, 0 where there are none."""
-    place = row + by
-    inside = (place >= 0) & (place < row.shape[0])
-    return tl.where(inside, tl.gather(numbers, tl.where(inside, place, row), 0), 0.0)
 
 
 @triton.jit

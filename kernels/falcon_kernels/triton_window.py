@@ -59,6 +59,7 @@ from .triton_layout import (
     chunk_of,
     exists,
     load_rows,
+    moved,
     operand_dtype,
     span,
     store_rows,
@@ -80,7 +81,7 @@ from .triton_regression import (
     _wide_dot,
 )
 from .triton_schedule import Call, Gradients, Kept, Options, Shape, pair_exists, step_gradients, window_size
-from .triton_smoothness import ROWS, SMOOTHNESS, bound_gradients, moved, window_gradients, window_rows
+from .triton_smoothness import ROWS, SMOOTHNESS, bound_gradients, window_gradients, window_rows
 
 HALF = tl.constexpr(32)
 LARGEST_WINDOW = 16
