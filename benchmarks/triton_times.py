@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from falcon_kernels import RULES
 from falcon_kernels.launcher import Launcher
 from report import report
-from scalar_rules import OURS, SHAPES, as_called, build, kernel_milliseconds
+from rules import OURS, SHAPES, as_called, build, kernel_milliseconds
 
 WITH_TILES = (
     "_pass",

@@ -113,8 +113,11 @@ def main(
     trainer.save_state()
     if trainer.is_world_process_zero():
         print(f"{output}: {metrics['eval_rewards/accuracies']:.0%} of held-out pairs gained, {steps} steps")
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()  # with its process group open, a process can abort as it exits
+    accelerator = trainer.accelerator
+    del trainer  # with a model of several processes alive, closing their group can abort or hang (torch 2.13, gloo)
+    accelerator.free_memory()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def test_readme_size_of_a_memory():
 
 def test_kernels_readme_has_the_measured_times(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from scalar_rules import table
+    from rules import table
 
     readme = (ROOT / "kernels" / "README.md").read_text()
     for part in table(results("scalar_rules")).split("\n\n"):

@@ -1,7 +1,8 @@
-"""Speed of the scalar-rate rules beside their nearest peers, forward and backward in bfloat16.
+"""Speed of the rules beside their nearest peers, forward and backward in bfloat16.
 
-    python benchmarks/scalar_rules.py [--wait SECONDS]
-    python benchmarks/scalar_rules.py --table           # of results/scalar_rules.json, as in kernels/README.md
+    python benchmarks/rules.py scalar_rules [--wait SECONDS]    falcon_1, 1A and 3A
+    python benchmarks/rules.py channel_and_window               falcon_2, 2A and 3, and falcon_1 to compare
+    python benchmarks/rules.py scalar_rules --table             of results/scalar_rules.json, as in kernels/README.md
 
 Every measurement has a process of its own. All warm up side by side, each compiling what it needs; then they are timed
 one at a time, alone on the device. Two figures each: time as called (medians of synchronised calls, host included) and
@@ -53,8 +54,21 @@ SHAPES = {
 }
 COPY_BYTES_PER_SECOND = 4.3e12  # device-to-device copy on an H200, bytes read and written
 OURS = ("falcon_1", "falcon_1a", "falcon_3a")
-BESIDE = {"falcon_1": "chunk_delta_rule", "falcon_1a": "chunk_simple_gla", "falcon_3a": "falcon_1a"}
-PEERS = ("chunk_delta_rule", "chunk_simple_gla", "sdpa")
+BESIDE = {
+    "falcon_1": "chunk_delta_rule",
+    "falcon_1a": "chunk_simple_gla",
+    "falcon_3a": "falcon_1a",
+    "falcon_2": "chunk_kda",
+    "falcon_2a": "chunk_gla",
+    "falcon_3": "chunk_gated_delta_product",
+}
+WORK = {
+    "scalar_rules": (*OURS, "chunk_delta_rule", "chunk_simple_gla", "sdpa"),
+    "channel_and_window": (
+        "falcon_1",
+        *(peer for rule in ("falcon_2", "falcon_2a", "falcon_3") for peer in (rule, BESIDE[rule])),
+    ),
+}
 
 
 def build(work: str, shape: Shape):
@@ -89,11 +103,32 @@ def build(work: str, shape: Shape):
         rate = rate.detach().bfloat16().requires_grad_()
         return lambda: chunk_delta_rule(q, k, v, rate, scale=1.0, cu_seqlens=bounds)[0], [q, k, v, rate]
     import fla.ops.common.chunk_o
-    from fla.ops.simple_gla import chunk_simple_gla
 
     fla.ops.common.chunk_o.TRITON_ABOVE_3_7_1 = True  # its backward refuses this Triton on Hopper: times only
-    decay = torch.nn.functional.logsigmoid(normal(B, T, H, dtype=torch.float32) + 4).requires_grad_()
-    return lambda: chunk_simple_gla(q, k, v, decay, scale=1.0, cu_seqlens=bounds)[0], [q, k, v, decay]
+    options = {"scale": 1.0, "cu_seqlens": bounds}
+    channels = (K,) if work in ("chunk_gla", "chunk_kda") else ()  # the decays of both are per channel of the keys
+    decay = torch.nn.functional.logsigmoid(normal(B, T, H, *channels, dtype=torch.float32) + 4).requires_grad_()
+    if work == "chunk_simple_gla":
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        return lambda: chunk_simple_gla(q, k, v, decay, **options)[0], [q, k, v, decay]
+    if work == "chunk_gla":
+        from fla.ops.gla import chunk_gla
+
+        return lambda: chunk_gla(q, k, v, decay, **options)[0], [q, k, v, decay]
+    rate = rate.detach().bfloat16().requires_grad_()
+    if work == "chunk_kda":
+        from fla.ops.kda import chunk_kda
+
+        k = torch.nn.functional.normalize(k.detach().float(), dim=-1).bfloat16().requires_grad_()
+        return lambda: chunk_kda(q, k, v, decay, rate, **options)[0], [q, k, v, decay, rate]
+    from fla.ops.gated_delta_product import chunk_gated_delta_product
+
+    k = torch.nn.functional.normalize(normal(B, 4 * T, H, K, dtype=torch.float32), dim=-1).bfloat16().requires_grad_()
+    v = normal(B, 4 * T, H, K).requires_grad_()  # four steps a token, which is the rank of falcon_3's window
+    rate = torch.sigmoid(normal(B, 4 * T, H, dtype=torch.float32)).bfloat16().requires_grad_()
+    leaves = [q, k, v, decay, rate]
+    return lambda: chunk_gated_delta_product(q, k, v, decay, rate, num_householder=4, **options)[0], leaves
 
 
 def as_called(run, repeats: int = 30) -> tuple[float, float]:
@@ -189,7 +224,7 @@ def table(results: dict) -> str:
             peer = rows[shape, BESIDE[work]]
             gpu, called, extra = (peer[f"both, {n}"] / row[f"both, {n}"] for n in ("GPU ms", "ms", "MiB"))
             beside = f"{gpu:.2f} and {called:.2f} times as fast as `{peer['work']}`, {1 / extra:.2f} of its memory"
-        name = work if work in OURS else f"`{work}`"
+        name = work if work.startswith("falcon") else f"`{work}`"
         line = f"| {shape} | {name} | {row['both, GPU ms']:.2f} | {row['both, ms']:.2f} | {row['both, MiB']:.0f} "
         lines.append(line + f"| {beside} |")
     lines += ["", "| kernel, ms: floor, came | " + " | ".join(SHAPES) + " |", "|---" * (len(SHAPES) + 1) + "|"]
@@ -214,15 +249,16 @@ def alive(process: int) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", nargs="?", default="scalar_rules", choices=WORK, help="what to measure")
     parser.add_argument("--wait", type=float, default=300, help="seconds to wait for a process to warm up")
     parser.add_argument("--after", type=int, nargs="*", default=[], help="processes that may run while these warm up")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
-    parser.add_argument("--work", nargs="*", default=[*OURS, *PEERS])
+    parser.add_argument("--work", nargs="*", help="rules and peers, if not all")
     parser.add_argument("--table", action="store_true", help="prints that of the last results")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.table:
-        print(table(json.loads((RESULTS / "scalar_rules.json").read_text())))
+        print(table(json.loads((RESULTS / f"{arguments.name}.json").read_text())))
         return
     if arguments.worker:
         worker(*arguments.worker[:2], Path(arguments.worker[2]))
@@ -236,7 +272,7 @@ def main() -> None:
                 stderr=(folder / f"{work}@{shape}.log").open("w"),
             )
             for shape in arguments.shapes
-            for work in arguments.work
+            for work in arguments.work or WORK[arguments.name]
         }
         deadline = time.monotonic() + arguments.wait
         waiting = set(running)
@@ -259,7 +295,7 @@ def main() -> None:
                 rows.append(row)
             else:
                 print(f"{item} was not measured: {(folder / f'{item}.log').read_text()[-600:]}")
-    report("scalar_rules", "B x T x H x K, bfloat16; floor: bytes of our kernels at 4.3 TB/s", rows, kernels=kernels)
+    report(arguments.name, "B x T x H x K, bfloat16; floor: bytes of our kernels at 4.3 TB/s", rows, kernels=kernels)
 
 
 if __name__ == "__main__":
