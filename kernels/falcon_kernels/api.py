@@ -99,8 +99,8 @@ def falcon_attention(
             in them.
         cu_seqlens: [N + 1] integers from 0 to T, the bounds of N documents packed into one row (B = 1).
         impl: `reference` (a loop over tokens), `torch` (chunks) or `triton` (GPU kernels). By default `triton` where
-            its kernels take the call: on NVIDIA GPUs with Triton, for `falcon_1`, `falcon_3`, `falcon_1a` and
-            `falcon_3a` in float32, bfloat16 or float16 (kernels/README.md has the limits); elsewhere `torch`.
+            its kernels take the call: on NVIDIA GPUs with Triton, in float32, bfloat16 or float16 (kernels/README.md
+            has the limits); elsewhere `torch`.
 
     Returns:
         `output` [B, T, H, V] in the dtype of v, and `final_state` or None.
