@@ -6,9 +6,9 @@
     python examples/addition.py report runs/addition                              the table and the figure
 
 A row is `a+b=s`: two operands of n digits each, the first of which may be 0, and the n + 1 digits of their sum in
-reverse, so that a carry goes the way that the tokens go. n is uniform from 1 to --width. The loss is on the digits of the
-sum alone, and no two steps see the same sums. What a trained model knows is measured on fresh sums of each width from 1
-to twice the longest in training:
+reverse, so that a carry goes the way that the tokens go. n is uniform from 1 to --width. The loss is on the digits
+of the sum alone, and no two steps see the same sums. What a trained model knows is measured on fresh sums of each
+width from 1 to twice the longest in training:
 
 - tokens: the part of the digits that are likeliest where the true digits stand before them (teacher forcing);
 - answers: the part of the sums in which every digit is, which are the sums that greedy decoding gets right;
@@ -292,10 +292,10 @@ def draw(results: list[dict[str, Any]], folder: Path) -> None:
             curves = [[100 * value for value in run["evaluation"][kind]] for run in runs]
             side_by_side.draw_band(ax, runs[0]["evaluation"]["widths"], curves, model, style)
         trained = results[0]["task"]["width"]
-        ax.axvline(trained + 0.5, color=side_by_side.GRID, linewidth=1.2)
+        ax.axvline(trained + 0.5, color=side_by_side.INK, linewidth=0.8, linestyle=":")
         ax.text(trained + 0.5, 2, " longer than trained", color=side_by_side.INK, fontsize=9)
         ax.set(xlabel="digits of each operand", ylabel="right, teacher-forced (%)", title=title, ylim=(0, 101))
-    axes[0].legend(fontsize=9, loc="lower left")
+    side_by_side.name_lines(figure, axes[0])
     side_by_side.save_figure(figure, folder / "curve")
 
 

@@ -5,24 +5,24 @@
         --model transformer --model deltanet --model falcon-1.3 --seed 0 --minutes 25    again, until all are finished
     python examples/recall.py report runs/recall                                  the table and the figure
 
-A row is a stream of facts, `key value key value …`, then questions, `? key ? key …`. A fact is about a new key, or, with
-probability --rebind, gives a new value to a key of the stream, that of an earlier fact drawn at random. The right answer
-is the value that the key was given last; it is predicted at the key and never shown, so that asking refreshes nothing.
-With --rebind 0 every key has one value: multi-query associative recall (MQAR).
+A row is a stream of facts, `key value key value …`, then questions, `? key ? key …`. A fact is about a new key, or,
+with probability --rebind, gives a new value to a key of the stream, that of an earlier fact drawn at random. The
+right answer is the value that the key was given last; it is predicted at the key and never shown, so that asking
+refreshes nothing. With --rebind 0 every key has one value: multi-query associative recall (MQAR).
 
-The memory has two things to do that pull in opposite directions. It has to give up a value as soon as a new one comes,
-and to hold what was said once for as long as anything may be asked about it. A memory that only adds and fades can buy
-the one with the other; one that corrects what it holds under a key can have both, as long as it has room. So these are
-measured apart, over the number of facts in the stream, up to four times the most in training, and over age, the number of
-facts read since the one that answers:
+The memory has two things to do that pull in opposite directions. It has to give up a value as soon as a new one
+comes, and to hold what was said once for as long as anything may be asked about it. A memory that only adds and
+fades can buy the one with the other; one that corrects what it holds under a key can have both, as long as it has
+room. So these are measured apart, over the number of facts in the stream, up to four times the most in training, and
+over age, the number of facts read since the one that answers:
 
 - kept: the part of right answers about keys that were given one value;
 - rebound: the same about keys that were given several;
 - stale: of the latter, the part of answers with a value that the key has had before.
 
-All models see the same streams. A Transformer, whose memory grows with the stream, is the yardstick as long as that is no
-longer than in training. side_by_side.py says how models are named and how a run goes on. Needs the folder of this file
-for that, and `pip install "falcon-hf[plots]"` for the figure.
+All models see the same streams. A Transformer, whose memory grows with the stream, is the yardstick as long as that
+is no longer than in training. side_by_side.py says how models are named and how a run goes on. Needs the folder of
+this file for that, and `pip install "falcon-hf[plots]"` for the figure.
 """
 
 # ruff: noqa: E402
@@ -291,25 +291,26 @@ def draw(results: list[dict[str, Any]], folder: Path) -> None:
         "rebound": "rebound: the newest of several values",
         "stale": "stale: a value that was replaced",
     }
+    counts = [int(count) for count in results[0]["evaluation"]["by_count"]]
+    ages = [age for age, _ in results[0]["evaluation"]["by_age"][str(facts)]["kept"]]
+    spans = [f"{age}–{2 * age}" if 0 < 2 * age < facts else f"{age}" for age in ages]
     for (model, runs), style in zip(side_by_side.by_model(results).items(), side_by_side.STYLES, strict=False):
         for column, kind in enumerate(titles):
-            over_count = [[(int(n), v[kind]) for n, v in run["evaluation"]["by_count"].items()] for run in runs]
-            over_age = [run["evaluation"]["by_age"][str(facts)][kind] for run in runs]
-            for ax, curves in zip(axes[:, column], (over_count, over_age), strict=True):
-                known = [i for i in range(len(curves[0])) if all(curve[i][1] is not None for curve in curves)]
-                if known:
-                    x = [curves[0][i][0] for i in known]
-                    side_by_side.draw_band(ax, x, [[100 * c[i][1] for i in known] for c in curves], model, style)
+            by_count = [[outcome[kind] for outcome in run["evaluation"]["by_count"].values()] for run in runs]
+            by_age = [[part for _, part in run["evaluation"]["by_age"][str(facts)][kind]] for run in runs]
+            for ax, curves in zip(axes[:, column], (by_count, by_age), strict=True):
+                known = [i for i, values in enumerate(zip(*curves, strict=True)) if None not in values]
+                side_by_side.draw_band(ax, known, [[100 * curve[i] for i in known] for curve in curves], model, style)
     for column, title in enumerate(titles.values()):
         axes[0, column].set(title=title, xlabel="facts in the stream", ylim=(0, 101))
-        axes[0, column].set_xscale("log", base=2)
-        axes[0, column].axvline(facts, color=side_by_side.INK, linewidth=0.8, linestyle=":")
+        axes[0, column].set_xticks(range(len(counts)), counts)
+        axes[0, column].axvline(counts.index(facts), color=side_by_side.INK, linewidth=0.8, linestyle=":")
         axes[1, column].set(xlabel=f"facts read since, of {facts} in the stream")
-        axes[1, column].set_xscale("symlog", base=2, linthresh=1)
+        axes[1, column].set_xticks(range(len(ages)), spans)
     for row in (0, 1):
         axes[row, 0].set_ylabel("of the answers (%)")
-    axes[0, 0].legend(fontsize=9, loc="lower left")
-    axes[0, 1].text(facts, 2, " longer than trained", color=side_by_side.INK, fontsize=9)
+    axes[0, 0].text(counts.index(facts), 2, " more than trained", color=side_by_side.INK, fontsize=9)
+    side_by_side.name_lines(figure, axes[0, 0])
     side_by_side.save_figure(figure, folder / "curve")
 
 

@@ -1,8 +1,8 @@
 """What addition.py and recall.py share: models of equal size, trained side by side on data made on the device.
 
-A script of this kind defines a task (see `Task`) and two commands: `train` ends in this file's `train`, `report` draws
-and tabulates what its results say. A run is a folder, OUTPUT/MODEL-seedN, of which every call of the same command goes
-on with what is not finished:
+A script of this kind defines a task (see `Task`) and two commands: `train` ends in this file's `train`, `report`
+draws and tabulates what its results say. A run is a folder, OUTPUT/MODEL-seedN, of which every call of the same
+command goes on with what is not finished:
 
     plan.json        what determines the run; a folder whose plan differs is refused
     log.jsonl        loss and accuracy on the batches of the last steps, which no step had seen before
@@ -10,8 +10,8 @@ on with what is not finished:
     model/           the trained model in bfloat16, which AutoModelForCausalLM loads
     result.json      plan, log and evaluation of the finished run, with versions, device and command
 
-Models are named as in `MODELS`, Falcon's by the paper: `falcon-3a.3` is rule 3A, variant .3. Fields of the config follow
-after colons, as in `falcon-3a.3:window_size=8:alignment=same_step` or `deltanet:allow_neg_eigval=true`.
+Models are named as in `MODELS`, Falcon's by the paper: `falcon-3a.3` is rule 3A, variant .3. Fields of the config
+follow after colons, as in `falcon-3a.3:window_size=8:alignment=same_step` or `deltanet:allow_neg_eigval=true`.
 """
 
 from __future__ import annotations
@@ -627,6 +627,11 @@ def draw_band(axes: Any, x: list[float], curves: list[list[float]], label: str, 
     axes.grid(color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def name_lines(figure: Any, axes: Any) -> None:
+    """One legend for all axes of a figure, below them."""
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9, frameon=False)
 
 
 def save_figure(figure: Any, path: Path) -> None:
