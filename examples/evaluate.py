@@ -133,12 +133,10 @@ class Score:
 def encode(tokenizer: PreTrainedTokenizerBase, context: str, answer: str, begin: list[int]) -> tuple[list[int], int]:
     """Tokens of both as one text, after `begin`, and how many of them are the answer's.
 
-    Spaces at the end of the context go to the answer, and so does a token that crosses the border.
+    A token that crosses the border, such as a word whose space ends the context, is the answer's.
     """
-    stripped = context.rstrip(" ")
-    answer = context[len(stripped) :] + answer
-    whole = tokenizer(stripped + answer, add_special_tokens=False).input_ids
-    before = tokenizer(stripped, add_special_tokens=False).input_ids
+    whole = tokenizer(context + answer, add_special_tokens=False).input_ids
+    before = tokenizer(context, add_special_tokens=False).input_ids
     common = 0
     while common < min(len(before), len(whole) - 1) and before[common] == whole[common]:
         common += 1

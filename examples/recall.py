@@ -173,9 +173,8 @@ class Recall:
         given = torch.cat(rows)[:, 2 * count + 1 :: 2] - self.keys  # [B, Q]
         right = given == drawn.answer
 
-        earlier = torch.arange(count, device=ids.device) < drawn.newest[..., None]  # [B, Q, count]
-        about = drawn.subject[:, None] == drawn.subject.gather(1, drawn.newest)[..., None]
-        stale = ((drawn.value[:, None] == given[..., None]) & earlier & about).any(-1) & ~right
+        about = drawn.subject[:, None] == drawn.subject.gather(1, drawn.newest)[..., None]  # [B, Q, count]
+        stale = ((drawn.value[:, None] == given[..., None]) & about).any(-1) & ~right
 
         def by_age(which: Tensor) -> Tensor:
             return drawn.age[which].bincount(minlength=count)

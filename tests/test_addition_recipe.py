@@ -121,20 +121,21 @@ def test_the_loss_is_that_of_the_targets(tmp_path):
 
 
 def test_a_run_that_was_cut_goes_on_to_the_bit(tmp_path):
-    """Also when it died after an entry of the log and before it was saved, and beside another model."""
-    train(tmp_path / "whole")
+    """Also if it was saved between two entries of the log, or died with entries not saved, beside another model."""
+    entries = ("--log-every", 4)
+    train(tmp_path / "whole", *entries)
     models = (FALCON, TRANSFORMER)
-    train(tmp_path / "parts", "--minutes", 0, models=models)
+    train(tmp_path / "parts", *entries, "--minutes", 0, models=models)
     assert not run(tmp_path / "parts").joinpath("checkpoint.pt").exists()
-    for step in (2, 4):
-        stop_at(step, tmp_path / "parts", models)
+    for step in (2, 5):
+        stop_at(step, tmp_path / "parts", models, *entries)
         saved = torch.load(run(tmp_path / "parts") / "checkpoint.pt", weights_only=True)
         assert saved["step"] == step
         with (run(tmp_path / "parts") / "log.jsonl").open("a") as file:
-            file.write(json.dumps({"step": 5, "loss": 0.0}) + '\n{"step": 6, "lo')
-    train(tmp_path / "parts", models=models)
+            file.write(json.dumps({"step": 6, "loss": 0.0}) + '\n{"step": 6, "lo')
+    train(tmp_path / "parts", *entries, models=models)
     assert log(run(tmp_path / "parts")) == log(run(tmp_path / "whole"))
-    assert [entry["step"] for entry in log(run(tmp_path / "whole"))] == [1, 2, 3, 4, 5, 6]
+    assert [entry["step"] for entry in log(run(tmp_path / "whole"))] == [4, 6]
     results = [json.loads((run(tmp_path / name) / "result.json").read_text()) for name in ("parts", "whole")]
     assert results[0]["evaluation"] == results[1]["evaluation"]
     weights = [
@@ -143,11 +144,11 @@ def test_a_run_that_was_cut_goes_on_to_the_bit(tmp_path):
     for name, weight in weights[0].items():
         torch.testing.assert_close(weight, weights[1][name], rtol=0, atol=0)
     before = (run(tmp_path / "whole") / "result.json").read_bytes()
-    train(tmp_path / "whole")
+    train(tmp_path / "whole", *entries)
     assert (run(tmp_path / "whole") / "result.json").read_bytes() == before
 
 
-def stop_at(step, output, models):
+def stop_at(step, output, models, *options):
     """Trains until all runs have taken so many steps, as if the time were over then."""
     with pytest.MonkeyPatch.context() as patch:
         advance = side_by_side.Run.advance
@@ -161,7 +162,7 @@ def stop_at(step, output, models):
 
         patch.setattr(side_by_side.Run, "advance", counted)
         patch.setattr(side_by_side.time, "monotonic", lambda: clock() + (1e9 if late else 0))
-        train(output, "--minutes", 1e6, models=models)
+        train(output, "--minutes", 1e6, *options, models=models)
 
 
 def test_side_by_side_is_as_one_after_another(tmp_path):

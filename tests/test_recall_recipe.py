@@ -66,7 +66,7 @@ def test_how_often_keys_come_again():
 
 
 class Reader(torch.nn.Module):
-    """Answers from the row itself: `newest` value of the key, or its `first`, or that of the last fact of all."""
+    """Answers from the row itself: the key's `newest` or `first` value, or that of the `last` or `oldest` fact."""
 
     device = torch.device("cpu")
 
@@ -79,8 +79,13 @@ class Reader(torch.nn.Module):
         for i, row in enumerate(input_ids.tolist()):
             facts, asked, values = replay(row, self.of)
             for at, key in asked:
-                value = {"newest": values[key][-1], "first": values[key][0], "last": row[2 * facts - 1]}[self.how]
-                logits[i, at, value] = 1
+                answers = {
+                    "newest": values[key][-1],
+                    "first": values[key][0],
+                    "last": row[2 * facts - 1],
+                    "oldest": row[1],
+                }
+                logits[i, at, answers[self.how]] = 1
         return type("Output", (), {"logits": logits})
 
 
@@ -97,6 +102,12 @@ def test_measures_by_hand():
     hits, asked = outcome["kept"]
     assert hits[0] == asked[0] > 0  # the newest fact
     assert hits[1:].sum() == 0 < asked[1:].sum()  # and no older one
+    drawn = of.draw(
+        torch.full((of.samples,), 8), 8, torch.Generator().manual_seed(side_by_side.seed_of("evaluation", 8))
+    )
+    about_the_oldest = (drawn.subject.gather(1, drawn.newest) == 0) & (drawn.times > 1)
+    stale = of.measure(Reader(of, "oldest"), 8)["stale"][0]
+    assert 0 < stale.sum() == about_the_oldest.sum() < outcome["stale"][1].sum()  # another key's old value is not stale
     total = outcome["kept"][1].sum() + outcome["rebound"][1].sum()
     assert total == of.samples * of.questions
 
