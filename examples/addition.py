@@ -150,13 +150,17 @@ class Addition:
             written = model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
-                min_new_tokens=width + 1,
                 max_new_tokens=width + 1,
                 do_sample=False,
                 pad_token_id=END,
             )
+            written = F.pad(written, (0, ids.shape[1] + 1 - written.shape[1]), value=END)  # where all rows ended early
             result["generated"] = (written[:, prompt.shape[1] :] == answer).all(1).double().mean().item()
         return result
+
+    @property
+    def end_token(self) -> int | None:
+        return END if self.end else None
 
     def save_tokenizer(self, folder: Path) -> None:
         tokenizer().save_pretrained(folder)

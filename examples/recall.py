@@ -110,6 +110,7 @@ class Recall:
     curriculum: float
     samples: int
     name: ClassVar[str] = "recall"
+    end_token: ClassVar[None] = None
 
     def __post_init__(self):
         if self.keys < 4 * self.facts:

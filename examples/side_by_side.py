@@ -79,6 +79,11 @@ class Task(Protocol):
         """What is reported of a trained model."""
         ...
 
+    @property
+    def end_token(self) -> int | None:
+        """At which a saved model stops to generate, if there is one."""
+        ...
+
     def save_tokenizer(self, folder: Path) -> None: ...
 
 
@@ -243,8 +248,9 @@ class Run:
     """
 
     def __init__(self, task: Task, plan: Plan, folder: Path, device: torch.device, capture: bool, compile: bool):
-        self.task, self.plan, self.folder, self.device, self.capture = task, plan, folder, device, capture
+        self.task, self.plan, self.folder, self.device = task, plan, folder, device
         self.on_cuda = device.type == "cuda"
+        self.capture = capture and self.on_cuda
         config = model_config(plan.model, SIZES[plan.size], task.vocab_size, task.longest)
         torch.manual_seed(plan.seed)
         self.model = AutoModelForCausalLM.from_config(config).to(device)
@@ -311,7 +317,7 @@ class Run:
                 self.ids.copy_(ids)
                 self.targets.copy_(targets)
                 self.graph.replay()
-            elif self.capture and self.on_cuda and self.eager_steps == EAGER_STEPS:
+            elif self.capture and self.eager_steps == EAGER_STEPS:
                 self.ids, self.targets = ids, targets  # a graph reads the tensors that it has recorded
                 self.graph = torch.cuda.CUDAGraph()
                 self.optimizer.zero_grad(set_to_none=True)
@@ -369,9 +375,10 @@ class Run:
         written = self.folder / "model.partial"
         shutil.rmtree(written, ignore_errors=True)
         weights = {name: value.to(torch.bfloat16) for name, value in self.model.state_dict().items()}
-        self.model.config.use_cache = True
         copy = AutoModelForCausalLM.from_config(self.model.config, dtype=torch.bfloat16)
         copy.load_state_dict(weights)
+        for config in (copy.config, copy.generation_config):
+            config.eos_token_id = config.pad_token_id = self.task.end_token
         copy.save_pretrained(written)
         self.task.save_tokenizer(written)
         shutil.rmtree(self.folder / "model", ignore_errors=True)

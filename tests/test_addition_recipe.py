@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import recipes
@@ -165,6 +166,40 @@ def stop_at(step, output, models, *options):
         train(output, "--minutes", 1e6, *options, models=models)
 
 
+def test_a_captured_step_is_an_eager_one(tmp_path, monkeypatch):
+    """With a graph that computes what was recorded, from the tensors that were recorded, whenever it is replayed."""
+    task = addition.Addition(width=2, end=False, curriculum=0.0, samples=1, generate=False)
+    plan = side_by_side.plans([FALCON], "tiny", [0], 7, 4, None, 0.5, 0.1)[0]
+    compute = side_by_side.Run.compute
+
+    class Graph:
+        def replay(self):
+            compute(*self.recorded)
+
+    @contextmanager
+    def graph(recorder, stream):
+        def record(*arguments):
+            recorder.recorded = arguments
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(side_by_side.Run, "compute", record)
+            yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    weights = []
+    for capture in (False, True):
+        (tmp_path / str(capture)).mkdir()
+        stepped = side_by_side.Run(task, plan, tmp_path / str(capture), torch.device("cpu"), False, False)
+        stepped.capture = capture
+        for _ in range(plan.steps):
+            stepped.advance()
+        assert (stepped.graph is not None) == capture
+        weights.append([*stepped.model.state_dict().values(), stepped.sums])
+    for eager, captured in zip(*weights, strict=True):
+        torch.testing.assert_close(captured, eager, rtol=0, atol=0)
+
+
 def test_side_by_side_is_as_one_after_another(tmp_path):
     models = (FALCON, TRANSFORMER)
     train(tmp_path / "together", models=models)
@@ -185,6 +220,15 @@ def test_tiny_learns_to_add_one_digit(tmp_path):
     assert evaluation["validation"]["tokens"] == pytest.approx(sum(evaluation["tokens"][:2]) / 2)
     assert evaluation["beyond"]["tokens"] == pytest.approx(evaluation["tokens"][2])
     assert evaluation["widths"] == [1, 2, 3, 4]
+
+
+def test_a_model_that_learns_to_end_stops_there(tmp_path):
+    train(tmp_path, "--end")
+    folder = run(tmp_path) / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == addition.END
+    call("evaluate", folder, "--width", 2, "--samples", 3, "--output", tmp_path / "figures.json")
+    assert json.loads((tmp_path / "figures.json").read_text())["widths"] == [1, 2, 3, 4]
 
 
 def test_evaluation_of_a_model_that_adds():
@@ -219,6 +263,9 @@ def test_evaluation_of_a_model_that_adds():
     task = addition.Addition(width=2, end=False, curriculum=0.0, samples=20, generate=True)
     assert task.evaluate(Adder(False), lambda x, _: x)["tokens"] == [1.0] * 4
     assert task.measure(Adder(False), 3) == {"tokens": 1.0, "answers": 1.0, "generated": 1.0}
+    early = Adder(False)
+    early.generate = lambda prompt, **_: torch.nn.functional.pad(prompt, (0, 1), value=addition.END)  # all rows ended
+    assert task.measure(early, 3)["generated"] == 0.0
     assert task.measure(Adder(True), 3) == {"tokens": 0.75, "answers": 0.0, "generated": 0.0}
 
 
