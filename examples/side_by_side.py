@@ -497,8 +497,12 @@ def train(
     with Progress("{task.description}", BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), Note()) as bars:
         while unfinished and time.monotonic() < started + 60 * minutes:
             group, unfinished = unfinished[:together], unfinished[together:]
-            runs = [Run(task, plan, output / plan.name, best_device(), capture, compile) for plan in group]
-            train_group(runs, bars, started + 60 * minutes, log_every)
+            train_group(
+                [Run(task, plan, output / plan.name, best_device(), capture, compile) for plan in group],
+                bars,
+                started + 60 * minutes,
+                log_every,
+            )
     paths = (output / plan.name / "result.json" for plan in plans)
     results = [json.loads(path.read_text()) for path in paths if path.is_file()]
     return [result for result in results if result["evaluation"] is not None]
