@@ -289,7 +289,7 @@ class Run:
             self.sums.copy_(saved["sums"])
             self.step, self.logged, self.seconds = saved["step"], saved["logged"], saved["seconds"]
             for group in self.optimizer.param_groups:
-                group["lr"] = self.rate
+                group.update(lr=self.rate, capturable=self.on_cuda)
         kept = [line for line in read_log(log) if line["step"] <= self.step]
         log.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
