@@ -1,4 +1,4 @@
-"""The `falcon-hf` command: text from a checkpoint, what it is, what its memories do, its card, and it on the Hub."""
+"""The `falcon-hf` command: text from a checkpoint, what it is, what its memories do, its card, and the Hub."""
 
 import re
 import sys
@@ -295,8 +295,7 @@ def push(
 
         falcon-hf push runs/my-model me/my-model --private
     """
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        raise UserError(f"REPO is {repository!r}; it must be owner/model.")
+    _check_repository("REPO", repository)
     with _status("checking"):
         from .publish import publish
     try:
@@ -313,6 +312,36 @@ def push(
     print(address)
     if left:
         _say(f"not published: {', '.join(left)}")
+
+
+@app.command()
+def kernels(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Made by this; must not be there.")],
+    name: Annotated[
+        str, typer.Option("--name", help="owner/name that its card gives as its place on the Hub.")
+    ] = "owner/falcon-kernels",
+) -> None:
+    """Write the kernels as a repository for Hugging Face's kernels library.
+
+    It loads from the folder with kernels.get_local_kernel, and from the Hub with kernels.get_kernel when it is
+    published there with hf upload (huggingface_hub 2), whose branch v1 is the version.
+
+    **Examples**
+
+        falcon-hf kernels falcon-kernels --name me/falcon-kernels
+
+        hf upload me/falcon-kernels falcon-kernels --repo-type kernel --revision v1 --delete "build/*"
+    """
+    from .kernel_repository import write_kernel_repository
+
+    _check_repository("--name", name)
+    try:
+        write_kernel_repository(folder, name)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}.") from error
+    _say(f"{folder} written")
 
 
 def main() -> None:
@@ -495,6 +524,11 @@ def _load(name: str, device: str, dtype: str, trust_remote_code: bool) -> tuple[
             if keys := sorted(str(key) for key in report[f"{problem}_keys"]):
                 raise UserError(f"cannot load {name}: {len(keys)} {problem} weights, the first is {keys[0]}.")
         return network.to(where).eval(), tokenizer
+
+
+def _check_repository(option: str, name: str) -> None:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise UserError(f"{option} is {name!r}; it must be owner/name.")
 
 
 def _find(name: str) -> tuple[str, bool]:

@@ -115,7 +115,7 @@ def test_wrong_names_are_refused(call, folder):
     refused(call("card", folder, "--license", "my own"), "license is 'my own'")
     refused(call("card", folder, "--license", "mit", "--name", "a/b/c"), "name is 'a/b/c'")
     refused(call("card", folder), "--license")
-    refused(call("push", folder, "model"), "REPO is 'model'", "owner/model")
+    refused(call("push", folder, "model"), "REPO is 'model'", "owner/name")
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_transformers_finds_the_real_kernels_package_from_the_repository_root(tm
     package.joinpath("__init__.py").write_text(STAND_IN)
     python(f"""
 import sys
-sys.path.append({str(tmp_path)!r})  # behind the repository, as site-packages is
+sys.path.insert(1, {str(tmp_path)!r})  # behind the repository, and before one that is installed
 from transformers.utils.import_utils import is_kernels_available
 assert is_kernels_available()
 import transformers.models.llama.modeling_llama, falcon_hf, kernels
