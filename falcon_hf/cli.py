@@ -4,7 +4,7 @@ import re
 import sys
 import time
 import warnings
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -254,6 +254,10 @@ def card(
         ),
     ] = None,
     language: Annotated[str | None, typer.Option("--language", help="Of the text it was trained on: en, say.")] = None,
+    template: Annotated[
+        Path | None,
+        typer.Option("--template", metavar="FILE", help="A card of your own to fill in, in the language of Jinja."),
+    ] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Replace a README.md that is there.")] = False,
 ) -> None:
     """Write the card of a checkpoint, README.md in its folder: its rule, how to use it, what was measured.
@@ -271,7 +275,7 @@ def card(
     if results is None and (folder / "metrics.json").is_file():
         results = folder / "metrics.json"
     try:
-        text = write_card(folder, name or folder.resolve().name, license, results, language)
+        text = write_card(folder, name or folder.resolve().name, license, results, language, template)
         write_atomically(target, text.encode())
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -437,11 +441,9 @@ class Writer:
 
 def bundled() -> dict[str, Path]:
     """Name and folder of each checkpoint that travels with the package."""
-    try:
-        cards = Path(str(resources.files("falcon_hf.model_cards")))
-    except ModuleNotFoundError:  # run from a source tree that is not installed
-        cards = Path(__file__).parent.parent / "model_cards"
-    return {path.parent.name: path.parent for path in sorted(cards.glob("*/config.json"))}
+    from .card import cards_folder
+
+    return {path.parent.name: path.parent for path in sorted(cards_folder().glob("*/config.json"))}
 
 
 def _generation_options(

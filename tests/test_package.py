@@ -128,6 +128,7 @@ def test_wheel_carries_everything(tmp_path):
     }
     assert cards <= names, cards - names
     card = "falcon_hf/model_cards/falcon-3a.3-tiny/"
+    assert "falcon_hf/model_cards/template.md" in names
     needed = ("README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
     assert {card + name for name in needed} <= names
     assert not {name for name in names if name.startswith(("kernels/", "tests/"))}
