@@ -305,7 +305,7 @@ def push(
     try:
         address, left = publish(folder, repository, private, branch)
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise UserError(" ".join(str(error).split())) from error  # the Hub's words on a card have several lines
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):

@@ -121,7 +121,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._answer(400, {"error": "size"})
             return self._answer(200, {})
         if parts[:2] == ["api", "validate-yaml"]:
-            return self._answer(200, {"errors": [], "warnings": []})
+            errors = [{"message": '"license" must be one of a list'}] if b"license: unheard-of" in body else []
+            return self._answer(400 if errors else 200, {"errors": errors, "warnings": []})
         if self.command in ("POST", "PUT") and token != TOKEN:
             return self._answer(401, {"error": "Invalid username or password."})
         if parts == ["api", "repos", "create"]:
@@ -141,6 +142,8 @@ class _Handler(BaseHTTPRequestHandler):
             ]
             return self._answer(200, {"branches": branches, "converts": [], "tags": []})
         action, revision, *place = rest or ("revision", "main")
+        if action == "xet-write-token":
+            return self._answer(403, {"error": "Xet storage is not for this repository."})
         if action == "preupload":
             files = [self._mode(entry) for entry in json.loads(body)["files"]]
             return self._answer(200, {"files": files})
