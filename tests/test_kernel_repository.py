@@ -14,7 +14,7 @@ import huggingface_hub
 import interpreter
 import pytest
 import torch
-from cases import INPUTS, make_inputs
+from cases import INPUTS, make_inputs, make_state
 from falcon_kernels import Rule
 from falcon_kernels.layers import FalconAttention
 from hub_server import TOKEN, Hub
@@ -133,6 +133,22 @@ def test_the_same_kernels_in_two_folders_are_loaded_once(copy, tmp_path):
     again = kernels.get_local_kernel(tmp_path / "again")
     assert again is not copy
     assert again.falcon_attention is copy.falcon_attention
+
+
+def test_the_layer_takes_a_token_without_gradients_as_a_step():
+    rule = Rule("falcon_3a")
+    token, state = [make_inputs(rule, T=1)[name] for name in INPUTS], make_state(rule)
+    before = state.map(torch.clone)
+    wanted, after = falcon_kernels.falcon_step(*(t[:, 0] for t in token), state.map(torch.clone), rule=rule)
+    token[2].requires_grad_()
+    out = FalconAttention()(*token, rule, state)
+    assert all(map(torch.equal, state[:-1], before[:-1]))  # all but the normalizer, which it has not
+    torch.testing.assert_close(out.output[:, 0], wanted)
+    with torch.no_grad():
+        out = FalconAttention()(*token, rule, state)
+    assert out.final_state is state
+    assert all(map(torch.equal, state[:-1], after[:-1]))
+    assert torch.equal(out.output[:, 0], wanted)
 
 
 @pytest.mark.parametrize("case", ["falcon_3", "2-gate-values", "3a-normalized"])
