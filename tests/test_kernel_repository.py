@@ -19,6 +19,7 @@ from falcon_kernels import Rule
 from falcon_kernels.layers import FalconAttention
 from hub_server import TOKEN, Hub
 from tiny_models import CASES, tiny_model, tokens
+from transformers import KernelConfig
 from transformers.utils import is_kernels_available
 
 from falcon_hf.kernel_repository import VERSION, write_kernel_repository
@@ -175,17 +176,27 @@ def test_the_layer_is_put_into_a_model(repository, copy, case):
 
 
 @pytest.mark.skipif(not is_kernels_available(), reason="transformers takes another version of kernels")
-def test_use_kernels_of_transformers_takes_the_layer(repository, copy, tmp_path):
+@pytest.mark.parametrize("configured", [False, True])
+def test_use_kernels_of_transformers_takes_the_layer(repository, copy, configured, tmp_path, monkeypatch):
     import kernels
 
     model = tiny_model(torch.float32)
     model.save_pretrained(tmp_path)
     layer = kernels.LocalLayerRepository(repository, layer_name="FalconAttention")
-    with kernels.use_kernel_mapping({"FalconAttention": {"cpu": layer}}):
-        read = type(model).from_pretrained(tmp_path, use_kernels=True)
-    assert {block.linear_attn.recurrence.forward.__func__ for block in read.model.layers} == {
-        copy.layers.FalconAttention.forward
-    }
+    options, mapping = {"use_kernels": True}, {"FalconAttention": {"cpu": layer}}
+    if configured:  # a KernelConfig is for GPUs: so told to take its entry on a CPU
+
+        def add(name, device, repo, mode, mapping):
+            assert (name, device) == ("FalconAttention", "cpu")
+            mapping[name] = {device: {mode: layer}}
+
+        monkeypatch.setattr("transformers.utils.kernel_config.add_to_mapping_local", add)
+        given = {"FalconAttention": f"{repository}:FalconAttention"}
+        options, mapping = {"kernel_config": KernelConfig(given, use_local_kernel=True)}, {}
+    with kernels.use_kernel_mapping(mapping):
+        read = type(model).from_pretrained(tmp_path, **options)
+    forwards = {block.linear_attn.recurrence.forward.__func__ for block in read.model.layers}
+    assert forwards == {copy.layers.FalconAttention.forward}
     assert torch.equal(model(tokens(2, 9)).logits, read(tokens(2, 9)).logits)
 
 
