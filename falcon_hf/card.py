@@ -4,11 +4,13 @@ import hashlib
 import json
 import math
 import re
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import StrictDataclassError
+from jinja2 import Environment, StrictUndefined, TemplateSyntaxError, UndefinedError
 from safetensors import SafetensorError, safe_open
 
 from .configuration_falcon_fast_weight import FalconFastWeightConfig
@@ -22,18 +24,24 @@ WRITES = {  # by rule, beside the memory that has faded
     "falcon_2a": r"x_t\,(\eta_t \odot v_t)^\top",
     "falcon_3a": r"\frac{\eta_t}{W_t} \sum_{j \in I_t} x_j v_j^\top",
 }
-PAPER = """```bibtex
-@article{zhang2026fast,
-  title   = {Fast Weight Attention for Continual Learning},
-  author  = {Zhang, Yifan and Ta, Steve and Zhang, Jasper and Feng, Jichen and Li, Shuzhen and Zhang, Yongxin and
-             Liu, Yifeng and Yuan, Huizhuo and Wang, Mengdi and Gu, Quanquan and Yao, Andrew Chi-Chih},
-  journal = {arXiv preprint arXiv:2608.27763},
-  year    = {2026}
-}
-```"""
 
 
-def write_card(folder: Path, name: str, license: str, results: Path | None = None, language: str | None = None) -> str:
+def cards_folder() -> Path:
+    """Where the template and the checkpoints lie that travel with the package."""
+    try:
+        return Path(str(resources.files("falcon_hf.model_cards")))
+    except ModuleNotFoundError:  # run from a source tree that is not installed
+        return Path(__file__).parent.parent / "model_cards"
+
+
+def write_card(
+    folder: Path,
+    name: str,
+    license: str,
+    results: Path | None = None,
+    language: str | None = None,
+    template: Path | None = None,
+) -> str:
     """The text of a README.md for the Hub.
 
     Args:
@@ -43,9 +51,12 @@ def write_card(folder: Path, name: str, license: str, results: Path | None = Non
         results: what was measured, as `examples/pretrain.py` writes it into `metrics.json`: a JSON file with
             `evaluation`, an object of data sets with their numbers, and more about the training where it is known.
         language: of the text that it was trained on, by its code, `en` say.
+        template: the card in the language of Jinja; by default `template.md` of `model_cards`, which shows what there
+            is to fill in.
 
     Raises:
-        ValueError: where the folder is no checkpoint of ours, or the results are not those of this model.
+        ValueError: where the folder is no checkpoint of ours, the results are not those of this model, or the template
+            cannot be filled in.
     """
     for option, value, allowed in (
         ("name", name, r"([\w.-]+/)?[\w.-]+"),
@@ -65,19 +76,28 @@ def write_card(folder: Path, name: str, license: str, results: Path | None = Non
         model_name=name,
         eval_results=_eval_results(measured) or None,
     )
-    parts = [
-        f"---\n{data.to_yaml()}\n---",
-        f"# {name.split('/')[-1]}",
-        _what_it_is(config, weights),
-        _how_to_use(name, config),
-        _figures(measured, results),
-        _training(measured),
-        _limits(config, measured),
-        f"## License and citation\n\nThe weights are under the license `{license}`, the code beside them under the "
-        f"Apache License 2.0. The rule is that of *Fast Weight Attention for Continual Learning* "
-        f"([arXiv:2608.27763](https://arxiv.org/abs/2608.27763)):\n\n{PAPER}",
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    fast_layers = config.layer_types.count("linear_attention")
+    sets = measured.get("evaluation", {})
+    facts = {
+        "card_data": data.to_yaml(),
+        "name": name,
+        "license": license,
+        "config": config,
+        "is_language_model": _is_language_model(config),
+        "parameters": _count(weights),
+        "fast_layers": fast_layers,
+        "memory": fast_layers * config.num_attention_heads * config.head_dim * config.value_head_dim,
+        "rule_name": f"Falcon-{config.rule.removeprefix('falcon_').upper()}",
+        "equation": _equation(config),
+        "results": measured,
+        "source": results and {"name": results.name, "sha256": hashlib.sha256(results.read_bytes()).hexdigest()},
+        "metrics": {metric: NAMES[metric] for metric in NAMES if any(metric in numbers for numbers in sets.values())},
+        "contexts": sorted({numbers["context"] for numbers in sets.values() if "context" in numbers}),
+        "plan": measured.get("plan", {}),
+        "data": measured.get("training_data", {}),
+        "versions": measured.get("versions", {}),
+    }
+    return _fill_in(template or cards_folder() / "template.md", facts)
 
 
 def read_checkpoint(folder: Path) -> tuple[FalconFastWeightConfig, dict[str, tuple[int, ...]]]:
@@ -165,23 +185,19 @@ def _eval_results(measured: dict[str, Any]) -> list[EvalResult]:
     ]
 
 
-def _what_it_is(config: FalconFastWeightConfig, weights: dict) -> str:
-    fast = config.layer_types.count("linear_attention")
-    window = f", window of {config.window_size} pairs" if config.window_size > 1 else ""
-    step = "direct step size" if config.step_size == "direct" else "step size from a gain over the energy of the keys"
-    layers = f"{fast} layers of {config.rule.replace('falcon_', 'Falcon-').upper().replace('FALCON', 'Falcon')}"
-    attention = "" if fast == config.num_hidden_layers else f" and {config.num_hidden_layers - fast} of full attention"
-    numbers = fast * config.num_attention_heads * config.head_dim * config.value_head_dim
-    kind = "language model" if _is_language_model(config) else "model"
-    size = f"whose fast-weight layers keep {numbers:,} numbers of memory, however long the text"
-    shape = f"memories of {config.head_dim} × {config.value_head_dim}"
-    return (
-        f"A {kind} of {_count(weights):,} parameters, {size}: {layers}{attention}, each with "
-        f"{config.num_attention_heads} heads and {shape} (rule `{config.rule}`{window}, {config.qk_norm} norm of "
-        f"queries and keys, {step}).\n\n$${_equation(config)}$$\n\n"
-        r"$q_t$, $k_t$ and $v_t$ are query, key and value, $\eta_t$ the step size, $\gamma_t$ the decay"
-        + (", $I_t$ the last $W$ pairs." if config.window_size > 1 else ".")
+def _fill_in(template: Path, facts: dict[str, Any]) -> str:
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
     )
+    environment.filters["number"] = "{:,}".format
+    try:
+        return environment.from_string(template.read_text(encoding="utf-8")).render(facts)
+    except OSError as error:
+        raise ValueError(f"cannot read the template {template}: {error.strerror}.") from None
+    except TemplateSyntaxError as error:
+        raise ValueError(f"{template} is no template of Jinja: line {error.lineno}, {error.message}") from None
+    except (UndefinedError, TypeError, ValueError) as error:
+        raise ValueError(f"{template} cannot be filled in: {error}") from None
 
 
 def _equation(config: FalconFastWeightConfig) -> str:
@@ -196,79 +212,9 @@ def _equation(config: FalconFastWeightConfig) -> str:
     return rf"S_t = {decay} + {WRITES[config.rule]}, \qquad x_t = {key}, \qquad o_t = {read}"
 
 
-def _how_to_use(name: str, config: FalconFastWeightConfig) -> str:
-    if not _is_language_model(config):
-        return (
-            "## Use\n\n```python\nfrom transformers import AutoModel\n\n"
-            f'model = AutoModel.from_pretrained("{name}", trust_remote_code=True)\n```'
-        )
-    return (
-        "## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)\n'
-        f'model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)\n'
-        'ids = tokenizer("Once", return_tensors="pt").input_ids\n'
-        "print(tokenizer.decode(model.generate(ids, max_new_tokens=40)[0]))\n```\n\n"
-        "transformers ≥ 5.17 and torch are all it needs: its code lies beside the weights. With `falcon-hf` installed, "
-        f"`import falcon_hf` takes the place of `trust_remote_code`, and `falcon-hf generate --model {name}` writes."
-    )
-
-
-def _figures(measured: dict[str, Any], source: Path | None) -> str:
-    if not measured:
-        return "## Measured\n\nNothing has been measured."
-    sets = measured["evaluation"]
-    metrics = [metric for metric in NAMES if any(metric in numbers for numbers in sets.values())]
-    rows = [f"| data | {' | '.join(NAMES[metric] for metric in metrics)} | tokens |", "|---" * (len(metrics) + 2) + "|"]
-    for name, numbers in sets.items():
-        values = [f"{numbers[metric]:.4g}" if metric in numbers else "" for metric in metrics]
-        rows.append(f"| {name} | {' | '.join(values)} | {_number(numbers.get('tokens'))} |")
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    origin = [f"`{source.name}` (SHA-256 {digest}…)"]
-    origin += [f"of {measured['date'][:10]}"] if "date" in measured else []
-    contexts = sorted({numbers["context"] for numbers in sets.values() if "context" in numbers})
-    windows = f", in windows of {' or '.join(f'{c:,}' for c in contexts)} tokens" if contexts else ""
-    table = "\n".join(rows)
-    return f"## Measured\n\n{table}\n\nFrom {' '.join(origin)}{windows}. Perplexity is per token of its own vocabulary."
-
-
-def _training(measured: dict[str, Any]) -> str:
-    plan, data, lines = measured.get("plan", {}), measured.get("training_data", {}), []
-    if data:
-        names = ", ".join(f"`{source['name']}`" for source in data.get("sources", []))
-        sizes = ", ".join(f"{data[unit]:,} {unit}" for unit in ("documents", "bytes", "tokens") if unit in data)
-        lines.append(f"- **Text:** {names or 'unnamed'}: {sizes}.")
-    if "steps" in measured and "tokens_seen" in measured:
-        batch = f" of {plan['batch_size']} × {plan['sequence_length']:,}" if "batch_size" in plan else ""
-        lines.append(f"- **Run:** {measured['tokens_seen']:,} tokens in {measured['steps']:,} steps{batch}.")
-    options = ("learning_rate", "warmup", "weight_decay", "seed")
-    if chosen := [f"{option.replace('_', ' ')} {plan[option]}" for option in options if option in plan]:
-        lines.append(f"- **Options:** {', '.join(chosen)}.")
-    if "device" in measured:
-        time = f", {measured['seconds']:,.0f} seconds" if "seconds" in measured else ""
-        versions = ", ".join(f"{name} {version}" for name, version in measured.get("versions", {}).items())
-        lines.append(f"- **Machine:** {measured['device']}{time}" + (f"; {versions}." if versions else "."))
-    return "## Training\n\n" + "\n".join(lines) if lines else ""
-
-
-def _limits(config: FalconFastWeightConfig, measured: dict[str, Any]) -> str:
-    lines = ["- A state of constant size cannot hold all of a long text: it forgets."]
-    if length := measured.get("plan", {}).get("sequence_length"):
-        lines.append(f"- It was trained on sequences of {length:,} tokens.")
-    if "full_attention" in config.layer_types:
-        lines.append("- The keys and values of its full-attention layers grow with the text.")
-    if config.step_size == "direct":
-        lines.append("- Its direct step size is a reading of the paper, which names it and does not define it.")
-    lines.append("- Nothing but what stands above was measured; do not rely on what it says.")
-    return "## Limits\n\n" + "\n".join(lines)
-
-
 def _is_language_model(config: FalconFastWeightConfig) -> bool:
     return (config.architectures or ["FalconFastWeightForCausalLM"])[0] == "FalconFastWeightForCausalLM"
 
 
 def _count(weights: dict[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in weights.values())
-
-
-def _number(value: int | None) -> str:
-    return "" if value is None else f"{value:,}"

@@ -1,10 +1,10 @@
-"""The `falcon-hf` command: text from a checkpoint, what it is, what its memories do, its card, and it on the Hub."""
+"""The `falcon-hf` command: text from a checkpoint, what it is, what its memories do, its card, and the Hub."""
 
 import re
 import sys
 import time
 import warnings
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -254,6 +254,10 @@ def card(
         ),
     ] = None,
     language: Annotated[str | None, typer.Option("--language", help="Of the text it was trained on: en, say.")] = None,
+    template: Annotated[
+        Path | None,
+        typer.Option("--template", metavar="FILE", help="A card of your own to fill in, in the language of Jinja."),
+    ] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Replace a README.md that is there.")] = False,
 ) -> None:
     """Write the card of a checkpoint, README.md in its folder: its rule, how to use it, what was measured.
@@ -271,7 +275,7 @@ def card(
     if results is None and (folder / "metrics.json").is_file():
         results = folder / "metrics.json"
     try:
-        text = write_card(folder, name or folder.resolve().name, license, results, language)
+        text = write_card(folder, name or folder.resolve().name, license, results, language, template)
         write_atomically(target, text.encode())
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -295,14 +299,13 @@ def push(
 
         falcon-hf push runs/my-model me/my-model --private
     """
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        raise UserError(f"REPO is {repository!r}; it must be owner/model.")
+    _check_repository("REPO", repository)
     with _status("checking"):
         from .publish import publish
     try:
         address, left = publish(folder, repository, private, branch)
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise UserError(" ".join(str(error).split())) from error  # the Hub's words on a card have several lines
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):
@@ -313,6 +316,36 @@ def push(
     print(address)
     if left:
         _say(f"not published: {', '.join(left)}")
+
+
+@app.command()
+def kernels(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Made by this; must not be there.")],
+    name: Annotated[
+        str, typer.Option("--name", help="owner/name that its card gives as its place on the Hub.")
+    ] = "owner/falcon-kernels",
+) -> None:
+    """Write the kernels as a repository for Hugging Face's kernels library.
+
+    It loads from the folder with kernels.get_local_kernel, and from the Hub with kernels.get_kernel when it is
+    published there with hf upload (huggingface_hub 2), whose branch v1 is the version.
+
+    **Examples**
+
+        falcon-hf kernels falcon-kernels --name me/falcon-kernels
+
+        hf upload me/falcon-kernels falcon-kernels --repo-type kernel --revision v1 --delete "build/*"
+    """
+    from .kernel_repository import write_kernel_repository
+
+    _check_repository("--name", name)
+    try:
+        write_kernel_repository(folder, name)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}.") from error
+    _say(f"{folder} written")
 
 
 def main() -> None:
@@ -408,11 +441,9 @@ class Writer:
 
 def bundled() -> dict[str, Path]:
     """Name and folder of each checkpoint that travels with the package."""
-    try:
-        cards = Path(str(resources.files("falcon_hf.model_cards")))
-    except ModuleNotFoundError:  # run from a source tree that is not installed
-        cards = Path(__file__).parent.parent / "model_cards"
-    return {path.parent.name: path.parent for path in sorted(cards.glob("*/config.json"))}
+    from .card import cards_folder
+
+    return {path.parent.name: path.parent for path in sorted(cards_folder().glob("*/config.json"))}
 
 
 def _generation_options(
@@ -495,6 +526,11 @@ def _load(name: str, device: str, dtype: str, trust_remote_code: bool) -> tuple[
             if keys := sorted(str(key) for key in report[f"{problem}_keys"]):
                 raise UserError(f"cannot load {name}: {len(keys)} {problem} weights, the first is {keys[0]}.")
         return network.to(where).eval(), tokenizer
+
+
+def _check_repository(option: str, name: str) -> None:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise UserError(f"{option} is {name!r}; it must be owner/name.")
 
 
 def _find(name: str) -> tuple[str, bool]:

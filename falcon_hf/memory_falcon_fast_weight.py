@@ -126,6 +126,7 @@ def model_hash(model: PreTrainedModel) -> str:
     return hashlib.sha256(f"{config_json(model.config)}{_dtype_name(model)}{weights_hash(model)}".encode()).hexdigest()
 
 
+@torch.no_grad()  # with gradients, views of weights that other threads use can deadlock inside PyTorch (seen with 2.13)
 def weights_hash(model: PreTrainedModel) -> str:
     """SHA-256 of all weights of `model`, their names, shapes and dtypes.
 

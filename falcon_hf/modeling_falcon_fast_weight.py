@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from falcon_kernels import FalconState, falcon_attention, falcon_step
+from falcon_kernels import FalconState
 from falcon_kernels.compaction import Compaction, compaction
+from falcon_kernels.layers import FalconAttention
 from huggingface_hub import create_repo
 from torch import Tensor, nn
 from transformers import AutoModel, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.integrations import use_kernel_forward_from_hub
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
@@ -43,6 +45,8 @@ from .code_falcon_fast_weight import carry_code
 from .configuration_falcon_fast_weight import FalconFastWeightConfig
 
 SHORTEST_MEMORY, LONGEST_MEMORY = 8, 1024
+
+use_kernel_forward_from_hub("FalconAttention")(FalconAttention)
 
 
 class ShortConvolution(nn.Module):
@@ -124,6 +128,7 @@ class FalconFastWeightAttention(nn.Module):
         self.q_conv = ShortConvolution(key_channels, config.conv_size) if config.conv_size else None
         self.k_conv = ShortConvolution(key_channels, config.conv_size) if config.conv_size else None
         self.v_conv = ShortConvolution(value_channels, config.conv_size) if config.conv_size else None
+        self.recurrence = FalconAttention()
         self.o_norm = nn.RMSNorm(self.value_dim, eps=config.rms_norm_eps)
         self.o_proj = nn.Linear(value_channels, config.hidden_size, bias=False)
         self.reset_parameters()
@@ -169,36 +174,17 @@ class FalconFastWeightAttention(nn.Module):
         if slot is not None and slot.record_past:
             slot.record(self.rule, context, k, v, gain, ridge, rows)
 
-        mask = None if rows is None else rows.mask
-        needs_grad = torch.is_grad_enabled() and v.requires_grad
-        if slot is not None and q.shape[1] == 1 and not needs_grad:
-            out, state = falcon_step(
-                q[:, 0],
-                k[:, 0],
-                v[:, 0],
-                gain[:, 0],
-                None if ridge is None else ridge[:, 0],
-                slot.state,
-                rule=self.rule,
-                mask=None if mask is None else mask[:, 0],
-            )
-            out = out[:, None]
-        else:
-            before = None if slot is None else slot.state
-            if before is not None and needs_grad:
-                before = before.map(torch.clone)
-            out, state = falcon_attention(
-                q,
-                k,
-                v,
-                gain,
-                ridge,
-                rule=self.rule,
-                initial_state=before,
-                output_final_state=slot is not None,
-                mask=mask,
-                cu_seqlens=cu_seqlens,
-            )
+        out, state = self.recurrence(
+            q,
+            k,
+            v,
+            gain,
+            ridge,
+            self.rule,
+            None if slot is None else slot.state,
+            None if rows is None else rows.mask,
+            cu_seqlens,
+        )
         if slot is not None:
             lengths = None if rows is None else rows.lengths
             window = None if context is None else last_tokens(context, self.config.conv_size - 1, lengths)

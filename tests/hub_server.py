@@ -15,6 +15,8 @@ LARGE = (".safetensors", ".bin")
 class Hub:
     """Repositories in memory: name → private or not, commits and branches. `with Hub() as hub` runs the server.
 
+    Names of kernel repositories begin with `kernels/`.
+
     `cut` holds starts of requests, such as "POST /api": the connection of the next one of each is cut, without an
     answer or, where it asks for a file, in the middle of it.
     """
@@ -98,8 +100,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return chunk
 
+    def _repository(self, parts: list[str]) -> tuple[str, list[str]]:
+        """The repository that a path is about, and what of it."""
+        if parts[0] == "api":
+            parts = parts[2:] if parts[1] == "models" else parts[1:]
+        end = 3 if parts[0] == "kernels" else 2
+        return "/".join(parts[:end]).removesuffix(".git"), parts[end:]
+
     def _missing(self, parts: list[str], error: KeyError) -> str:
-        if error.args[0] == "/".join(parts[2:4] if parts[0] == "api" else parts[:2]):
+        if error.args[0] == self._repository(parts)[0]:
             return "RepoNotFound"
         return "EntryNotFound" if "." in error.args[0] else "RevisionNotFound"
 
@@ -112,20 +121,29 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._answer(400, {"error": "size"})
             return self._answer(200, {})
         if parts[:2] == ["api", "validate-yaml"]:
-            return self._answer(200, {"errors": [], "warnings": []})
+            errors = [{"message": '"license" must be one of a list'}] if b"license: unheard-of" in body else []
+            return self._answer(400 if errors else 200, {"errors": errors, "warnings": []})
         if self.command in ("POST", "PUT") and token != TOKEN:
             return self._answer(401, {"error": "Invalid username or password."})
         if parts == ["api", "repos", "create"]:
             return self._create(json.loads(body))
-        repository = "/".join(parts[2:4] if parts[0] == "api" else parts[:2]).removesuffix(".git")
+        repository, rest = self._repository(parts)
         if repository not in hub.private or (hub.private[repository] and token != TOKEN):
             raise KeyError(repository)
-        if parts[-1] == "batch":
+        if rest[-1:] == ["batch"]:
             objects = [self._upload(entry) for entry in json.loads(body)["objects"]]
             return self._answer(200, {"transfer": "basic", "objects": objects})
         if parts[0] != "api":
-            return self._file(hub.commit(repository, parts[3]), "/".join(parts[4:]))
-        action, revision = parts[4:6] if len(parts) > 5 else ("revision", "main")
+            return self._file(hub.commit(repository, rest[1]), "/".join(rest[2:]))
+        if rest == ["refs"]:
+            branches = [
+                {"name": name, "ref": f"refs/heads/{name}", "targetCommit": commits[-1]}
+                for name, commits in hub.branches[repository].items()
+            ]
+            return self._answer(200, {"branches": branches, "converts": [], "tags": []})
+        action, revision, *place = rest or ("revision", "main")
+        if action == "xet-write-token":
+            return self._answer(403, {"error": "Xet storage is not for this repository."})
         if action == "preupload":
             files = [self._mode(entry) for entry in json.loads(body)["files"]]
             return self._answer(200, {"files": files})
@@ -138,19 +156,32 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(200, {})
         commit = hub.commit(repository, revision)
         if action == "tree":
-            entries = [
-                {"type": "file", "path": name, "size": len(data), "oid": _blob(data)}
-                for name, data in hub.commits[commit].items()
-            ]
-            return self._answer(200, entries)
+            return self._answer(200, self._tree(hub.commits[commit], "".join(f"{name}/" for name in place)))
         siblings = [{"rfilename": name} for name in hub.commits[commit]]
         private = hub.private[repository]
         return self._answer(
             200, {"id": repository, "sha": commit, "private": private, "siblings": siblings, "tags": []}
         )
 
+    def _tree(self, files: dict[str, bytes], folder: str) -> list[dict[str, Any]]:
+        """What is in a folder, "" being that of all, and in its folders where that is asked."""
+        inside = {name: data for name, data in files.items() if name.startswith(folder)}
+        if "recursive=true" in urlsplit(self.path).query.lower():
+            names, folders = set(inside), set()
+        else:
+            names = {name for name in inside if "/" not in name[len(folder) :]}
+            folders = {folder + name[len(folder) :].split("/")[0] for name in inside if name not in names}
+        return [
+            *({"type": "directory", "path": name, "oid": _blob(name.encode())} for name in sorted(folders)),
+            *(
+                {"type": "file", "path": name, "size": len(inside[name]), "oid": _blob(inside[name])}
+                for name in sorted(names)
+            ),
+        ]
+
     def _create(self, asked: dict[str, Any]) -> None:
-        name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+        kind = "kernels/" if asked.get("type") == "kernel" else ""
+        name = f"{kind}{asked.get('organization') or 'me'}/{asked['name']}"
         url = {"url": f"{self.hub.url}/{name}", "name": name, "id": name}
         if name in self.hub.private:
             return self._answer(409, url)

@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -111,11 +112,41 @@ def test_wrong_results_are_refused(call, folder, results, words):
     assert not (folder / "README.md").exists()
 
 
+def test_a_template_of_one_s_own(call, folder):
+    own = folder / "own.md"
+    own.write_text("---\n{{ card_data }}\n---\n{{ name }} has {{ parameters | number }} weights.\n")
+    given = ("card", folder, "--license", "mit", "--name", "me/tiny", "--template")
+    assert call(*given, own)[0] == 0
+    card = ModelCard.load(folder / "README.md")
+    count = sum(weight.numel() for weight in load_file(folder / "model.safetensors").values())
+    assert (card.data.license, card.text.strip()) == ("mit", f"me/tiny has {count:,} weights.")
+    hub_s = Path(huggingface_hub.__file__).parent / "templates" / "modelcard_template.md"
+    assert call(*given, hub_s, "--replace")[0] == 0
+    assert ModelCard.load(folder / "README.md").data.license == "mit"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{{ nmae }}", ("own.md cannot be filled in", "'nmae' is undefined")),
+        ("{{ name | number }}", ("own.md cannot be filled in",)),
+        ("a\n{% if %}", ("own.md is no template of Jinja: line 2",)),
+        (None, ("cannot read the template",)),
+    ],
+)
+def test_wrong_templates_are_refused(call, folder, text, words):
+    own = folder / "own.md"
+    if text is not None:
+        own.write_text(text)
+    refused(call("card", folder, "--license", "mit", "--template", own), *words)
+    assert not (folder / "README.md").exists()
+
+
 def test_wrong_names_are_refused(call, folder):
     refused(call("card", folder, "--license", "my own"), "license is 'my own'")
     refused(call("card", folder, "--license", "mit", "--name", "a/b/c"), "name is 'a/b/c'")
     refused(call("card", folder), "--license")
-    refused(call("push", folder, "model"), "REPO is 'model'", "owner/model")
+    refused(call("push", folder, "model"), "REPO is 'model'", "owner/name")
 
 
 @pytest.fixture

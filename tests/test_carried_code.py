@@ -1,5 +1,6 @@
 """A checkpoint brings its own code along: it loads where neither falcon_hf nor falcon_kernels nor Triton is."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -109,20 +110,26 @@ def test_kernels_of_several_copies_live_beside_those_of_the_package(tmp_path, mo
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k, v = torch.randn(3, 1, 20, 2, 16, generator=torch.Generator().manual_seed(0)).to(device)
     gain = ridge = torch.ones(1, 20, 2, device=device)
-    names = set()
-    packages = [falcon_kernels]
-    for name in ("one", "two"):
+    step = [x[:, 0] for x in (q, k, v, gain, ridge)]
+    packages = {"falcon_kernels.": falcon_kernels}  # by what the names of their modules begin with
+    for name in ("one", "two", "a/last", "b/last"):
         tiny_model(torch.float32).save_pretrained(tmp_path / name)
         copy = get_class_from_dynamic_module(AUTO_MAP["AutoModelForCausalLM"], str(tmp_path / name))
-        packages.append(sys.modules[f"{copy.__module__.rpartition('.')[0]}.falcon_kernels"])
-    for package in packages:
+        package = sys.modules[f"{copy.__module__.rpartition('.')[0]}.falcon_kernels"]
+        packages[f"{package.__name__}_"] = package
+    assert len(packages) == 4  # transformers takes folders of one name and one code for the same
+
+    def run(package):
         rule = package.Rule("falcon_1")
         out = package.falcon_attention(q, k, v, gain, ridge, rule=rule, impl="triton", output_final_state=True)
-        step = (x[:, 0] for x in (q, k, v, gain, ridge))
         package.falcon_step(*step, out.final_state, rule=rule, impl="triton")
         expected = falcon_kernels.falcon_attention(q, k, v, gain, ridge, rule=rule, impl="torch")
         torch.testing.assert_close(out.output, expected.output, atol=1e-4, rtol=1e-4)
-        prefix = package.__name__ + ("." if package is falcon_kernels else "_")
-        names.add(sys.modules[prefix + "triton_layout"].NAMESPACE)
-        assert prefix + "triton_step" in sys.modules
-    assert len(names) == 3
+
+    for package in packages.values():
+        run(package)
+    assert len({sys.modules[f"{prefix}triton_layout"].NAMESPACE for prefix in packages}) == 4
+    prefix, package = packages.popitem()
+    for name in ("triton_attention", "triton_step"):  # as a notebook does when they were edited
+        importlib.reload(sys.modules[prefix + name])
+    run(package)

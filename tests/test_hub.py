@@ -1,6 +1,7 @@
 """Models go to the Hub and come back, through the real client and a small server that speaks its protocol."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -161,3 +162,81 @@ for token, name in (("hf_wrong", "sharded"), ({TOKEN!r}, "sharded"), ({TOKEN!r},
     assert hub.commits[second].keys() == common | {"model.safetensors"}
     assert {name for name in hub.commits[first] if name.endswith(".index.json")} == {"model.safetensors.index.json"}
     assert b"auto_map" in hub.commits[second]["config.json"]
+
+
+def test_a_push_that_fails_says_why_and_publishes_nothing(hub, checkpoint, tmp_path):
+    """A card that the Hub does not take, connections that are cut, storage it does not offer; then onto a branch."""
+    pytest.importorskip("hf_xet")
+    shutil.copytree(checkpoint, tmp_path / "model")
+    (tmp_path / "model" / "README.md").write_text("---\nlicense: mit\n---\n")
+    shutil.copytree(tmp_path / "model", tmp_path / "unheard-of")
+    (tmp_path / "unheard-of" / "README.md").write_text("---\nlicense: unheard-of\n---\n")
+    hub.cut = ["PUT /large", "POST /api/models/me/model/commit"]
+    done = client(
+        hub,
+        tmp_path / "home",
+        f"""
+import os, sys
+from huggingface_hub import constants
+from falcon_hf import cli
+os.environ["HF_TOKEN"] = {TOKEN!r}
+for name, xet in (("unheard-of", False), ("model", True), ("model", False), ("model", False)):
+    constants.HF_HUB_DISABLE_XET = not xet
+    sys.argv = ["falcon-hf", "push", f"{tmp_path}/{{name}}", "me/model", "--branch", "next"]
+    try:
+        cli.main()
+    except SystemExit as end:
+        print("ended with", end.code, flush=True)
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert not hub.cut
+    (first,) = hub.branches["me/model"]["main"]
+    assert hub.branches["me/model"]["next"][0] == first
+    (published,) = hub.branches["me/model"]["next"][1:]
+    ended = ["ended with 2"] * 3
+    assert done.stdout.splitlines() == [*ended, f"{hub.url}/me/model/commit/{published}", "ended with None"]
+    said = [line for line in done.stderr.splitlines() if line.startswith("falcon-hf: ")]
+    assert said[0] == 'falcon-hf: Invalid metadata in README.md. - "license" must be one of a list'
+    for line, words in zip(said[1:], ("403", "disconnected"), strict=True):
+        assert line.startswith("falcon-hf: cannot publish me/model: ")
+        assert words in line, line
+
+
+def test_a_full_disk_publishes_nothing_and_spoils_no_download(hub, tmp_path):
+    """As far as the files of a process are limited in size: the weights do not fit, all else does."""
+    pytest.importorskip("resource")
+    done = client(
+        hub,
+        tmp_path / "home",
+        f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from resource import RLIMIT_FSIZE, getrlimit, setrlimit
+import torch
+from tiny_models import tiny_model
+from falcon_hf import FalconFastWeightForCausalLM
+model = tiny_model(torch.float32, vocab_size=4000)
+unlimited = getrlimit(RLIMIT_FSIZE)
+for room in (False, True):
+    setrlimit(RLIMIT_FSIZE, unlimited if room else (100_000, unlimited[1]))
+    try:
+        model.push_to_hub("me/model", token={TOKEN!r})
+        print("published", flush=True)
+    except Exception as error:
+        print(str(error).splitlines()[0], flush=True)
+for room in (False, True):
+    setrlimit(RLIMIT_FSIZE, unlimited if room else (100_000, unlimited[1]))
+    try:
+        read = FalconFastWeightForCausalLM.from_pretrained("me/model")
+        print(torch.equal(read.lm_head.weight, model.lm_head.weight))
+    except OSError as error:
+        print(error)
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    not_published, published, not_loaded, loaded = done.stdout.splitlines()
+    assert "File too large" in not_published
+    assert "File too large" in not_loaded
+    assert (published, loaded) == ("published", "True")
+    assert len(hub.branches["me/model"]["main"]) == 2

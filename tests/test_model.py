@@ -8,11 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from falcon_kernels import falcon_attention, reference
+from falcon_kernels import falcon_attention, layers, reference
 from tiny_models import CASES, HYBRID, RULES, cache_of, tiny_config, tiny_model, tokens
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-import falcon_hf.modeling_falcon_fast_weight as modeling
 from falcon_hf import (
     FalconFastWeightAttention,
     FalconFastWeightForCausalLM,
@@ -244,7 +243,7 @@ def test_heads_begin_with_memories_of_many_lengths(options, alone, monkeypatch):
         return eta, log_decay
 
     monkeypatch.setattr(reference, "step_and_log_decay", recorded)
-    monkeypatch.setattr(modeling, "falcon_attention", partial(falcon_attention, impl="reference"))
+    monkeypatch.setattr(layers, "falcon_attention", partial(falcon_attention, impl="reference"))
     torch.manual_seed(0)
     config = tiny_config(hidden_size=256, num_attention_heads=8, head_dim=64, num_hidden_layers=1, **options)
     mixer = FalconFastWeightAttention(config) if alone else FalconFastWeightModel(config).layers[0].linear_attn
@@ -284,13 +283,13 @@ def test_initialization_does_not_touch_loaded_weights(tmp_path):
 @pytest.mark.parametrize("rule", ["falcon_1", "falcon_2a"])
 def test_step_sizes_stay_fp32_under_autocast_and_in_bfloat16(rule, monkeypatch):
     seen = []
-    original = modeling.falcon_attention
+    original = layers.falcon_attention
 
     def spy(q, k, v, gain, ridge, **kwargs):
         seen.append((q.dtype, gain.dtype, ridge.dtype))
         return original(q, k, v, gain, ridge, **kwargs)
 
-    monkeypatch.setattr(modeling, "falcon_attention", spy)
+    monkeypatch.setattr(layers, "falcon_attention", spy)
     ids = tokens(2, 6)
     with torch.autocast("cpu", torch.bfloat16):
         loss = tiny_model(torch.float32, rule=rule)(ids, labels=ids).loss

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Of the custom ops. Each copy of these modules that a checkpoint carries has one of its own.
-PACKAGED = __name__ == "falcon_kernels.triton_layout"
-NAMESPACE = "falcon_kernels" if PACKAGED else f"falcon_kernels_{zlib.crc32(__name__.encode()):08x}"
+# Of the custom ops: the package that these modules are in, so that each copy of them in a process has one of its own.
+PACKAGE = __name__.rpartition(".")[0]
+NAMESPACE = PACKAGE if PACKAGE.isidentifier() else f"falcon_kernels_{zlib.crc32(PACKAGE.encode()):08x}"
 # No recompilation when these change.
 NUMBERS = ["length", "longest", "heads", "parts", "part_chunks", "places"]
 OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}

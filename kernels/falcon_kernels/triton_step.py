@@ -78,9 +78,9 @@ def _supported(inputs: tuple[Tensor | None, ...], state: FalconState) -> bool:
     )
 
 
-torch.library.define(
-    f"{NAMESPACE}::step",
-    "(Tensor q, Tensor k, Tensor v, Tensor gain, Tensor? ridge, Tensor? mask, Tensor(a!) memory, "
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+LIBRARY.define(
+    "step(Tensor q, Tensor k, Tensor v, Tensor gain, Tensor? ridge, Tensor? mask, Tensor(a!) memory, "
     "Tensor(b!)? previous_key, Tensor(c!)? previous_valid, Tensor(d!)? tail_x, Tensor(e!)? tail_v, "
     "Tensor(f!)? tail_valid, Tensor(g!)? normalizer, str name, int window, str alignment, str timing, str step_size, "
     "str ridge_kind, str smoothness, bool normalized_read, float epsilon, float decay_floor, float read_epsilon) "
@@ -92,7 +92,7 @@ torch.library.define(
 operator = getattr(torch.ops, NAMESPACE).step.default
 
 
-@torch.library.register_fake(f"{NAMESPACE}::step")
+@torch.library.register_fake(f"{NAMESPACE}::step", lib=LIBRARY)
 def _fake(q, k, v, *rest):
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
@@ -118,7 +118,8 @@ def _launch(
     return output
 
 
-torch.library.impl(f"{NAMESPACE}::step", ("cpu", "cuda"))(_launch)
+for _device in ("CPU", "CUDA"):
+    LIBRARY.impl("step", _launch, _device)
 
 
 @lru_cache(maxsize=1024)
