@@ -204,7 +204,8 @@ def test_floating_point_operations_of_a_step():
     with FlopCounterMode(display=False) as counter:
         llama(input_ids=ids, labels=ids).loss.backward()
     attention = 6 * 3 * 24 * length
-    assert counter.get_total_flops() == length * (pretrain.flops_per_token(llama, length) + attention)
+    counted = counter.get_total_flops() - length * (pretrain.flops_per_token(llama, length) + attention)
+    assert counted in (0, 2 * 6 * length)  # rotary angles, which are a product in some releases
 
     shape |= {"num_attention_heads": 2, "head_dim": 12, "value_head_dim": 6}
     for rule, window, products in (("falcon_1", None, 3), ("falcon_2a", None, 2), ("falcon_3", 5, 11)):
