@@ -488,7 +488,6 @@ def export(model, tokenizer, folder: Path) -> None:
         temperature=0.8,
         top_p=0.95,
         repetition_penalty=1.1,
-        max_new_tokens=256,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
