@@ -20,6 +20,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPT = EXAMPLES / "pretrain.py"
 sys.path.insert(0, str(EXAMPLES))
 import pretrain  # noqa: E402
+from bits_per_byte import bits_per_byte  # noqa: E402
 from token_files import write_tokens  # noqa: E402
 
 SHAPE = {
@@ -164,7 +165,7 @@ def test_bits_per_byte_is_what_the_definition_says(data):
                 logits = model(input_ids=torch.tensor([ids[window:i]])).logits
             nats -= logits[0, -1].log_softmax(-1)[ids[i]].item()
     assert longest > 3 * context
-    result = pretrain.bits_per_byte(model, tokens, facts, context, batch_size=3)
+    result = bits_per_byte(model, tokens, facts, context, batch_size=3)
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / facts["bytes"], rel=1e-5)
     assert result["loss"] == pytest.approx(nats / len(tokens), rel=1e-5)
     assert result["tokens"] == len(tokens)
