@@ -243,13 +243,14 @@ def test_training_learns_and_its_folder_loads(data, tmp_path, model, capsys):
 
 def test_interrupted_run_goes_on_as_if_it_had_not_been(data, tmp_path):
     """Also when the process dies after a log entry and before the next checkpoint."""
-    whole = train(data, tmp_path / "whole", model="falcon")
+    options = ("--base-width", 32, "--resume")
+    whole = train(data, tmp_path / "whole", *options, model="falcon")
     for _ in range(3):
-        part = train(data, tmp_path / "parts", "--resume", "--minutes", 0, model="falcon")
+        part = train(data, tmp_path / "parts", *options, "--minutes", 0, model="falcon")
     assert (part["finished"], part["steps"]) == (False, 3)
     with (tmp_path / "parts" / "log.jsonl").open("a") as log:
         log.write(json.dumps({"loss": 0.0, "step": 4}) + "\n")
-    done = train(data, tmp_path / "parts", "--resume", model="falcon")
+    done = train(data, tmp_path / "parts", *options, model="falcon")
     assert done["finished"]
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert len(losses(tmp_path / "whole")) == whole["planned_steps"] == 12
@@ -257,7 +258,18 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(data, tmp_path):
     for name, load in (("model.safetensors", load_file), ("optimizer.pt", torch.load)):
         parts, at_once = (load(tmp_path / run / "checkpoint-12" / name) for run in ("parts", "whole"))
         torch.testing.assert_close(parts, at_once, rtol=0, atol=0)
-    assert train(data, tmp_path / "parts", "--resume", model="falcon")["evaluation"] == done["evaluation"]
+    assert train(data, tmp_path / "parts", *options, model="falcon")["evaluation"] == done["evaluation"]
+
+
+def test_blocks_are_trained_on_in_order_and_once_each(data, tmp_path, monkeypatch):
+    """The first call is stopped after a step, for which a batch more may have been read."""
+    read, block = [], pretrain.Blocks.block
+    monkeypatch.setattr(pretrain.Blocks, "block", lambda blocks, i: read.append(i) or block(blocks, i))
+    train(data, tmp_path / "run", "--minutes", 0)
+    assert read == list(range(len(read)))
+    read.clear()
+    train(data, tmp_path / "run", "--resume")
+    assert read == list(range(8, 12 * 8))
 
 
 @pytest.mark.slow
