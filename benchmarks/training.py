@@ -53,10 +53,10 @@ def build(name: str, loss: str, tiny: bool, length: int) -> nn.Module:
         fused = {"fuse_cross_entropy": loss == "plain", "fuse_linear_cross_entropy": loss == "fused"}
         return DeltaNetForCausalLM(DeltaNetConfig(num_heads=heads, tie_word_embeddings=True, **shape, **fused))
     if name == "llama":
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoModelForCausalLM, LlamaConfig
 
         shape |= {"num_attention_heads": heads, "max_position_embeddings": length, "tie_word_embeddings": True}
-        model = LlamaForCausalLM._from_config(LlamaConfig(**shape), attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), attn_implementation="sdpa")
         if loss == "fused":
             from liger_kernel.transformers import apply_liger_kernel_to_llama
 
