@@ -13,6 +13,7 @@ shape is rows of so many tokens, on each GPU.
 """
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -128,6 +129,9 @@ def worker(model: str, shape: str, compiled: bool, loss: str, gpus: int, tiny: b
     if place == 0:
         Path(output).write_text(json.dumps(result))
     if gpus > 1:
+        del trained, optimizer, step, seconds  # with a model of several processes alive, closing their group can abort
+        gc.collect()
+        torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 

@@ -602,8 +602,11 @@ def train(
         (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
         where = "the plan is finished" if metrics["finished"] else "go on with --resume"
         print(f"{folder}: step {metrics['steps']} of {steps}, {where}")
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()  # with its process group open, a process can abort as it exits
+    accelerator = trainer.accelerator
+    del trainer  # with a model of several processes alive, closing their group can abort or hang (torch 2.13, gloo)
+    accelerator.free_memory()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
 
 
 def main() -> None:
