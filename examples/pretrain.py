@@ -1,4 +1,4 @@
-"""Pretrain a small language model from text files, from the tokenizer to the measured checkpoint.
+"""Pretrain a language model from text files, from the tokenizer to the measured checkpoint.
 
 Four steps, each a command (`python examples/pretrain.py STEP --help` has every option):
 
@@ -7,7 +7,8 @@ Four steps, each a command (`python examples/pretrain.py STEP --help` has every 
     train       token files -> a folder that AutoModelForCausalLM loads, with metrics.json
     evaluate    bits per byte of any such folder on any such token file
 
-For example, with texts of your own in train.txt and val.txt:
+token_files.py and bits_per_byte.py belong to this file and say what the first two and the last of them do. For example,
+with texts of your own in train.txt and val.txt:
 
     python examples/pretrain.py tokenizer train.txt --output data/tokenizer
     python examples/pretrain.py tokenize train.txt --tokenizer data/tokenizer --output data/train.bin
@@ -15,11 +16,12 @@ For example, with texts of your own in train.txt and val.txt:
     python examples/pretrain.py train data/train.bin --tokenizer data/tokenizer --evaluate data/val.bin \\
         --output runs/tiny --tokens 300M --minutes 60 --resume
 
-Texts are UTF-8, .txt or .txt.xz. A line that holds nothing but U+001E, the record separator, ends a
-document; a file without such a line is one document. The newline that closes a document belongs to the
-separation, not to the document.
+The paper's language models, on eight GPUs, from any number of token files, which are read where they lie:
 
-Needs what `pip install "falcon-hf[train]"` brings, and uses one device.
+    torchrun --nproc_per_node 8 examples/pretrain.py train data/*.bin --tokenizer data/tokenizer --paper \\
+        --accumulate 2 --compile --output runs/130m --resume
+
+Needs what `pip install "falcon-hf[train]"` brings; writes TensorBoard logs where tensorboard is installed.
 """
 
 # ruff: noqa: E402
@@ -32,14 +34,13 @@ STARTED = time.monotonic()  # --minutes counts from here, because the imports be
 import datetime
 import hashlib
 import json
-import lzma
 import math
 import platform
+import re
 import shlex
 import shutil
 import statistics
 import sys
-from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -49,307 +50,26 @@ import tokenizers
 import torch
 import transformers
 import typer
+from accelerate.utils import broadcast_object_list
+from bits_per_byte import evaluate_folder
 from huggingface_hub.errors import StrictDataclassError
-from rich.progress import Progress, track
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
-from torch.nn import functional as F
+from token_files import RecipeError, app, load_tokenizer, read_tokens
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
     PreTrainedTokenizerFast,
+    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
     set_seed,
 )
 from transformers.integrations import is_tensorboard_available
+from transformers.models.llama.modeling_llama import LlamaAttention
 
-from falcon_hf import FalconFastWeightConfig
-
-END = "<|endoftext|>"
-SEPARATOR = b"\x1e"
-# What merges may not cross: contractions, words and marks with at most one space before them, single
-# digits, line ends. A digit is always a token by itself: numbers of any length then look alike to the
-# model, and a vocabulary of a few thousand entries spends none of them on frequent years.
-PIECES = r"'(?:[sdmt]|ll|re|ve)| ?[\p{L}\p{M}]+| ?\p{N}| ?[^\s\p{L}\p{M}\p{N}]+|\s*\n|\s+(?!\S)|\s+"
-
-BATCH_BYTES = 4_000_000  # of text, encoded at a time
-XZ_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 3, "lp": 1, "pb": 1}]  # for two-byte symbols
-
-app = typer.Typer(
-    help="Pretrain a small language model from text files. The top of this file shows a whole run.",
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-
-
-class RecipeError(Exception):
-    """Something that the caller gave is wrong; the message says what, and what is allowed."""
-
-
-# ------------------------------------------------------------------------------------------------- texts
-
-
-def read_documents(path: Path, progress: Progress, digest=None) -> Iterator[str]:
-    """Yield the documents of a .txt or .txt.xz file; `digest` takes in the text as it passes.
-
-    The bar moves with the bytes of the file as it lies on the disk.
-    """
-    if not path.is_file():
-        raise RecipeError(f"{path} is not a file: give a .txt or .txt.xz file.")
-    if not path.name.endswith((".txt", ".txt.xz")):
-        raise RecipeError(f"{path} has an unknown ending: texts end in .txt or .txt.xz.")
-    with progress.open(path, "rb", description=path.name) as raw:
-        lines: list[bytes] = []
-        try:
-            with lzma.open(raw) if path.suffix == ".xz" else raw as file:
-                for line in file:
-                    if digest is not None:
-                        digest.update(line)
-                    if line.rstrip(b"\r\n") == SEPARATOR:
-                        yield from decode(lines)
-                        lines = []
-                    else:
-                        lines.append(line)
-            yield from decode(lines)
-        except UnicodeDecodeError as error:
-            raise RecipeError(f"{path} is not UTF-8 ({error.reason}): convert it first.") from error
-        except (lzma.LZMAError, EOFError) as error:
-            raise RecipeError(f"{path} is damaged ({error}): it has to be a whole .xz file.") from error
-
-
-def decode(lines: list[bytes]) -> Iterator[str]:
-    """The document that these lines make, unless it is empty."""
-    text = b"".join(lines).removesuffix(b"\n").decode()
-    if text:
-        yield text
-
-
-def train_bpe(texts: list[Path], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE: every text survives encoding and decoding unchanged, byte for byte."""
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if not len(alphabet) < vocab_size <= 65536:
-        raise RecipeError(f"--vocab-size is {vocab_size}: it may be {len(alphabet) + 1} to 65536.")
-    bpe = tokenizers.Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet)
-    with Progress() as progress:
-        documents = (document for path in texts for document in read_documents(path, progress))
-        bpe.train_from_iterator(documents, trainer)
-    if bpe.get_vocab_size() < vocab_size:
-        raise RecipeError(
-            f"--vocab-size is {vocab_size} and the texts are too short for more than {bpe.get_vocab_size()}: "
-            f"give more text or a smaller number."
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=END,
-        eos_token=END,
-        pad_token=END,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a folder, if token files can be made with it."""
-    if not (folder / "tokenizer.json").is_file():
-        raise RecipeError(f"{folder} holds no tokenizer.json: give the folder that `tokenizer` wrote.")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for name in ("is_local", "local_files_only"):  # how it was loaded would be saved with it
-        tokenizer.init_kwargs.pop(name, None)
-    if tokenizer.eos_token_id is None or len(tokenizer) > 65536:
-        raise RecipeError(f"{folder}: the tokenizer needs an eos token and at most 65536 entries.")
-    return tokenizer
-
-
-def fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
-    """A hash of the vocabulary: token files say with it which tokenizer made them."""
-    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
-
-
-# ------------------------------------------------------------------------------------------- token files
-
-
-def write_tokens(texts: list[Path], tokenizer: PreTrainedTokenizerFast, output: Path) -> dict:
-    """Write the ids of all documents, each followed by <|endoftext|>, as little-endian uint16.
-
-    Beside `name.bin` or `name.bin.xz` goes `name.json`: documents, their bytes in UTF-8, tokens (the closing
-    <|endoftext|> of each document included), the fingerprint of the tokenizer, and for each source the
-    SHA-256 of its (unpacked) text.
-    """
-    description = description_path(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    backend = tokenizer.backend_tokenizer
-    backend.encode_special_tokens = True  # a document that speaks of <|endoftext|> does not end there
-    end = [tokenizer.eos_token_id]
-    counts = {"documents": 0, "bytes": 0, "tokens": 0}
-    sources = []
-    partial = output.with_name(output.name + ".partial")
-    with lzma.open(partial, "wb", filters=XZ_FILTERS) if output.suffix == ".xz" else partial.open("wb") as file:
-
-        def flush(batch: list[str]) -> None:
-            for encoding in backend.encode_batch_fast(batch, add_special_tokens=False):
-                ids = encoding.ids + end
-                file.write(np.array(ids, dtype="<u2").tobytes())
-                counts["tokens"] += len(ids)
-
-        with Progress() as progress:
-            for path in texts:
-                digest = hashlib.sha256()
-                batch, size = [], 0
-                for document in read_documents(path, progress, digest):
-                    batch.append(document)
-                    size += len(document.encode())
-                    counts["documents"] += 1
-                    if size > BATCH_BYTES:  # the tokenizer encodes the documents of a batch in parallel
-                        flush(batch)
-                        counts["bytes"] += size
-                        batch, size = [], 0
-                flush(batch)
-                counts["bytes"] += size
-                sources.append({"name": path.name, "sha256": digest.hexdigest()})
-    if not counts["documents"]:
-        partial.unlink()
-        raise RecipeError(f"{', '.join(map(str, texts))}: no document with any text in it.")
-    facts = {**counts, "tokenizer": fingerprint(tokenizer), "end": end[0], "sources": sources}
-    description.write_text(json.dumps(facts, indent=2) + "\n")
-    partial.replace(output)
-    return facts
-
-
-def description_path(path: Path) -> Path:
-    """Where the counts of a token file stand."""
-    name = path.name.removesuffix(".xz")
-    if not name.endswith(".bin"):
-        raise RecipeError(f"{path} has an unknown ending: token files end in .bin or .bin.xz.")
-    return path.with_name(name.removesuffix(".bin") + ".json")
-
-
-def read_tokens(path: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[np.ndarray, dict]:
-    """The ids of a token file, mapped from the disk or, from .xz, unpacked into memory; and its counts."""
-    description = description_path(path)
-    for file in (path, description):
-        if not file.is_file():
-            raise RecipeError(f"{file} is missing: give a token file that `tokenize` wrote, its .json beside it.")
-    facts = json.loads(description.read_text())
-    if facts["tokenizer"] != fingerprint(tokenizer):
-        raise RecipeError(f"{path} was made with another tokenizer than the one given: tokenize the texts anew.")
-    if path.suffix == ".xz":
-        try:
-            tokens = np.frombuffer(lzma.decompress(path.read_bytes()), dtype="<u2")
-        except lzma.LZMAError as error:
-            raise RecipeError(f"{path} is damaged ({error}): it has to be a whole .xz file.") from error
-    else:
-        tokens = np.memmap(path, dtype="<u2", mode="r")
-    if len(tokens) != facts["tokens"]:
-        raise RecipeError(f"{path} holds {len(tokens)} tokens and {description.name} says {facts['tokens']}.")
-    return tokens, facts
-
-
-# -------------------------------------------------------------------------------------------- evaluation
-
-
-def scored_windows(tokens: np.ndarray, end: int, context: int) -> list[tuple[int, int, int]]:
-    """Cut a split into windows of at most `context` predictions, each as (first, scored, last).
-
-    Positions count predictions: prediction i is of tokens[i] from what stands before it in its document,
-    which begins with an <|endoftext|>. A window sees the predictions from `first` up to `last`, and scores
-    those from `scored` on. A document's first window scores all of its predictions, each later one starts
-    half a window further and scores its second half, so that every token is scored once.
-    """
-    windows = []
-    begin = 0
-    for stop in (np.flatnonzero(tokens == end) + 1).tolist():
-        first = scored = begin
-        while scored < stop:
-            last = min(first + context, stop)
-            windows.append((first, scored, last))
-            first, scored = first + context // 2, last
-        begin = stop
-    return windows
-
-
-@torch.no_grad()
-def bits_per_byte(model, tokens: np.ndarray, facts: dict, context: int, batch_size: int = 16) -> dict:
-    """The length in bits of the split's documents under the model, per byte of their UTF-8 text.
-
-    Defined for every architecture alike, in float32:
-
-    - Scored is each token of each document, and the <|endoftext|> that ends it. The first token is predicted
-      from an <|endoftext|>; nothing is carried over from one document to the next.
-    - The model sees windows of `context` tokens. In documents that are longer, windows overlap by half: a
-      token of the first window is predicted from all of the document before it, any other from at least
-      `context / 2` tokens. A recurrent model starts each window with an empty state, so that it has exactly
-      the text that a Transformer has.
-    - bits per byte = sum over all scored tokens of -log2 p(token), divided by the bytes of the documents.
-    """
-    end = facts["end"]
-    device = next(model.parameters()).device
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    model.eval()
-    stream = np.concatenate([[end], tokens])  # stream[i] comes before tokens[i]
-    windows = sorted(scored_windows(tokens, end, context), key=lambda window: window[0] - window[2])
-    nats = torch.zeros((), dtype=torch.float64, device=device)
-    for at in track(range(0, len(windows), batch_size), description="evaluating"):
-        batch = windows[at : at + batch_size]
-        width = batch[0][2] - batch[0][0]
-        inputs = np.full((len(batch), width), end)  # padded on the right, where no scored token looks
-        targets = np.full((len(batch), width), -100)
-        for row, (first, scored, last) in enumerate(batch):
-            inputs[row, : last - first] = stream[first:last]
-            targets[row, scored - first : last - first] = tokens[scored:last]
-        logits = model(input_ids=torch.from_numpy(inputs).to(device), use_cache=False).logits
-        losses = F.cross_entropy(
-            logits.flatten(0, 1).float(), torch.from_numpy(targets).flatten().to(device), reduction="none"
-        )
-        nats += losses.double().sum()
-    torch.set_float32_matmul_precision(precision)
-    loss = nats.item() / len(tokens)
-    return {
-        "bits_per_byte": nats.item() / math.log(2) / facts["bytes"],
-        "loss": loss,
-        "perplexity": math.exp(loss),
-        "tokens": len(tokens),
-        "bytes": facts["bytes"],
-        "documents": facts["documents"],
-        "context": context,
-        "sources": facts["sources"],
-    }
-
-
-def evaluate_folder(folder: Path, files: list[Path], context: int) -> dict[str, dict]:
-    """Load a model folder as any user would, and measure it on token files; keyed by the files' names."""
-    if not (folder / "config.json").is_file():
-        raise RecipeError(f"{folder} holds no config.json: give a folder that `train` wrote (its `model`).")
-    tokenizer = load_tokenizer(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if model.config.vocab_size < len(tokenizer):
-        raise RecipeError(
-            f"{folder}: the model has {model.config.vocab_size} tokens and its tokenizer {len(tokenizer)}."
-        )
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    results = {}
-    for file in files:
-        name = description_path(file).stem
-        results[name] = bits_per_byte(model, *read_tokens(file, tokenizer), context)
-        print(
-            f"{name}: {results[name]['bits_per_byte']:.4f} bits per byte, loss {results[name]['loss']:.4f}, "
-            f"perplexity {results[name]['perplexity']:.2f} per token, {results[name]['tokens']:,} tokens"
-        )
-    return results
-
+from falcon_hf import FalconFastWeightAttention, FalconFastWeightConfig
+from falcon_hf.fused_loss import fuse_loss
 
 # ------------------------------------------------------------------------------------------------- model
 
@@ -414,46 +134,106 @@ def build_model(
 class Blocks(torch.utils.data.Dataset):
     """The blocks of a whole training run in the order in which they are trained on.
 
-    The documents lie end to end and are cut into blocks of `length`, from an offset and in an order that
-    are drawn anew for each epoch. Block number i is the same in every run with the same seed: a run that
-    resumes at step n simply goes on at block n * batch size.
+    The documents of a file lie end to end and are cut into blocks of `length`, from an offset and in an order that
+    are drawn anew for each epoch; the blocks of all files are mixed. Block number i is the same in every run with the
+    same seed, in however many processes: a run that resumes at step n simply goes on at block n * batch size. Nothing
+    is held in memory but the batch.
     """
 
-    def __init__(self, tokens: np.ndarray, length: int, total: int, seed: int):
-        self.tokens, self.length, self.total, self.seed = tokens, length, total, seed
-        self.per_epoch = len(tokens) // length - 1  # whichever the offset
-        if self.per_epoch < 1:
-            raise RecipeError(
-                f"The training data has {len(tokens):,} tokens: it takes at least {2 * length:,}, two blocks "
-                f"of --sequence-length."
-            )
-        self.epochs: dict[int, np.ndarray] = {}
+    def __init__(self, files: list[np.ndarray], length: int, total: int, seed: int):
+        for tokens in files:
+            if len(tokens) < 2 * length:
+                raise RecipeError(
+                    f"A file of training data has {len(tokens):,} tokens: it takes at least {2 * length:,}, two "
+                    f"blocks of --sequence-length."
+                )
+        self.files, self.length, self.total, self.seed = files, length, total, seed
+        counts = [len(tokens) // length - 1 for tokens in files]  # whichever the offset
+        self.firsts = np.cumsum([0, *counts])  # number of the first block of each file
+        self.per_epoch = int(self.firsts[-1])
 
     def __len__(self) -> int:
         return self.total
 
-    def starts(self, epoch: int) -> np.ndarray:
-        """Where the blocks of an epoch start, in training order."""
-        if epoch not in self.epochs:
-            rng = np.random.default_rng((self.seed, epoch))
-            self.epochs = {epoch: rng.integers(self.length) + self.length * rng.permutation(self.per_epoch)}
-        return self.epochs[epoch]
-
     def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        """One batch, with a single gather."""
-        starts = np.array([self.starts(i // self.per_epoch)[i % self.per_epoch] for i in indices])
-        block = self.tokens[starts[:, None] + np.arange(self.length)]
-        ids = torch.from_numpy(block.astype(np.int64))
+        """One batch."""
+        ids = torch.from_numpy(np.stack([self.block(i) for i in indices]).astype(np.int64))
         return {"input_ids": ids, "labels": ids}
+
+    def block(self, i: int) -> np.ndarray:
+        epoch, place = divmod(i, self.per_epoch)
+        number = shuffled(place, self.per_epoch, self.seed, epoch)
+        file = int(np.searchsorted(self.firsts, number, side="right")) - 1
+        start = drawn(self.seed, epoch) % self.length + int(number - self.firsts[file]) * self.length
+        return self.files[file][start : start + self.length]
+
+
+def shuffled(place: int, count: int, *seed: int) -> int:
+    """What stands at a place of range(count) in random order, without the others.
+
+    A Feistel network of four rounds permutes the numbers below the next power of four; steps that lead out of the range
+    are followed until they lead back into it.
+    """
+    bits = ((count - 1).bit_length() + 1) // 2
+    while True:
+        left, right = place >> bits, place & ((1 << bits) - 1)
+        for turn in range(4):
+            left, right = right, left ^ (drawn(*seed, turn, right) & ((1 << bits) - 1))
+        place = left << bits | right
+        if place < count:
+            return place
+
+
+def drawn(*numbers: int) -> int:
+    """64 random bits that depend on these numbers alone."""
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "little")
+
+
+def flops_per_token(model, length: int) -> int:
+    """What a training step computes per token of a sequence, as the mathematics needs it.
+
+    Multiplications and additions of the matrix products: each weight of a linear layer (the head among them) once; per
+    head, products of K x V for each of what a fast-weight layer predicts, writes and reads, or the scores and sums of
+    causal attention over half the sequence on average. The backward pass takes twice the forward pass. What a kernel
+    computes beyond that, or anew, does not count.
+    """
+    config = model.config
+    products = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    for module in model.modules():
+        if isinstance(module, FalconFastWeightAttention):
+            written = module.rule.window * (2 if module.rule.residual else 1)
+            products += (written + 1) * module.num_heads * module.head_dim * module.value_dim
+        elif isinstance(module, LlamaAttention):
+            products += config.num_attention_heads * module.head_dim * length
+    return 6 * products
+
+
+# Dense bfloat16 products with float32 sums, in 1e12 operations a second, from the makers' data sheets.
+PEAKS = {"A100": 312, "H100 PCIe": 756, "H100 80GB HBM3": 989, "H200$": 989, "B200$": 2250, "L40S": 362, "L4$": 121}
+
+
+def peak_flops(card: str) -> float | None:
+    """Of a card by the name that torch gives it, where it is known."""
+    return next((1e12 * peak for name, peak in PEAKS.items() if re.search(rf"\b{name}", card)), None)
 
 
 class PretrainTrainer(Trainer):
-    """transformers' Trainer with decay on matrices only, and logs in the units of language modelling."""
+    """transformers' Trainer with decay and rates by kind of weight, and logs in the units of language modelling.
 
-    def __init__(self, *args, tokens_per_step: int, bytes_per_token: float, **kwargs):
-        super().__init__(*args, **kwargs)
+    Args:
+        matrix_rate: factor of the learning rate of matrices.
+        tokens_per_step: of all processes.
+        bytes_per_token: of the training text.
+        flops_per_token: see `flops_per_token`.
+        peak: operations a second of all devices, None where unknown.
+    """
+
+    def __init__(self, *args, matrix_rate, tokens_per_step, bytes_per_token, flops_per_token, peak, **kwargs):
+        self.matrix_rate = matrix_rate
         self.tokens_per_step, self.bytes_per_token = tokens_per_step, bytes_per_token
+        self.flops_per_token, self.peak = flops_per_token, peak
         self.clock: tuple[float, int, float] | None = None  # time, step, seconds trained before that
+        super().__init__(*args, **kwargs)
 
     def get_decay_parameter_names(self, model) -> list[str]:
         """The weights of linear layers; not embeddings (which are tied to the head), convolutions, norms."""
@@ -463,6 +243,13 @@ class PretrainTrainer(Trainer):
             for name, module in model.named_modules()
             if isinstance(module, torch.nn.Linear) and module is not head
         ]
+
+    def create_optimizer(self, *args) -> torch.optim.Optimizer:
+        new = self.optimizer is None
+        optimizer = super().create_optimizer(*args)
+        if new:
+            optimizer.param_groups[0]["lr"] *= self.matrix_rate  # the group that decays
+        return optimizer
 
     def start_clock(self) -> None:
         history = self.history()
@@ -481,12 +268,33 @@ class PretrainTrainer(Trainer):
                 )
             then, then_step, seconds = self.clock
             seconds += now - then
+            speed = (step - then_step) * self.tokens_per_step / (now - then)
             logs["bits_per_byte"] = logs["loss"] / math.log(2) / self.bytes_per_token
             logs["tokens"] = step * self.tokens_per_step
-            logs["tokens_per_second"] = round((step - then_step) * self.tokens_per_step / (now - then))
+            logs["tokens_per_second"] = round(speed)
+            if self.peak is not None:
+                logs["mfu"] = speed * self.flops_per_token / self.peak
             logs["seconds"] = round(seconds, 3)
             self.clock = now, step, seconds
         super().log(logs, start_time)
+
+    def summary(self) -> dict:
+        """Of the whole run so far; the curve of the loss has at most 200 points."""
+        history, step = self.history(), self.state.global_step
+        points = history[:: -math.ceil(len(history) / 200)][::-1]
+        seconds = history[-1]["seconds"]
+        columns = ("step", "tokens", "loss", "bits_per_byte", "learning_rate")
+        return {
+            "finished": step == self.state.max_steps,
+            "steps": step,
+            "planned_steps": self.state.max_steps,
+            "tokens_seen": step * self.tokens_per_step,
+            "seconds": seconds,
+            "tokens_per_second": round(step * self.tokens_per_step / seconds),
+            "tokens_per_second_median": statistics.median(entry["tokens_per_second"] for entry in history),
+            "flops_per_token": self.flops_per_token,
+            "curve": [{name: entry[name] for name in columns} for entry in points],
+        }
 
 
 class RunCallback(TrainerCallback):
@@ -496,24 +304,60 @@ class RunCallback(TrainerCallback):
         self.trainer, self.deadline, self.path = trainer, deadline, log
 
     def on_train_begin(self, args, state, control, **kwargs):
+        state.logging_steps = args.logging_steps  # and not those that a checkpoint has
         self.trainer.start_clock()
-        self.path.write_text("".join(json.dumps(entry) + "\n" for entry in self.trainer.history()))
+        if state.is_world_process_zero:
+            self.path.write_text("".join(json.dumps(entry) + "\n" for entry in self.trainer.history()))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if "seconds" in logs:
+        if "seconds" in logs and state.is_world_process_zero:
             with self.path.open("a") as file:
                 file.write(json.dumps({**logs, "step": state.global_step}) + "\n")
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == state.max_steps:
             control.should_log = True
-        if time.monotonic() >= self.deadline:
-            control.should_log = control.should_save = control.should_training_stop = True
+        if control.should_log:
+            late = broadcast_object_list([time.monotonic() >= self.deadline])  # the first process speaks for all
+            control.should_save = control.should_save or late[0]
+            control.should_training_stop = control.should_training_stop or late[0]
+
+
+class ProgressLine(ProgressCallback):
+    """Trainer's bar, with loss and speed at its end instead of a dictionary above it."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.training_bar is not None and "seconds" in logs:
+            line = f"loss {logs['loss']:.4f}, {logs['tokens_per_second']:,} tokens/s"
+            self.training_bar.set_postfix_str(line + (f", MFU {logs['mfu']:.1%}" if "mfu" in logs else ""))
 
 
 # Options of `train` that a run may be resumed with other values of. The data is compared by its contents.
-MAY_CHANGE = {"data", "tokenizer", "output", "evaluate", "accumulate", "compile", "log_every"}
-MAY_CHANGE |= {"minutes", "reserve", "resume"}
+MAY_CHANGE = {"data", "tokenizer", "output", "evaluate", "paper", "accumulate", "compile", "fused_loss", "cpu"}
+MAY_CHANGE |= {"log_every", "minutes", "reserve", "resume"}
+
+# Of the paper's language models (B.1): 100,000 steps of 480 sequences of 1,024 tokens. Ours, where it is silent: the
+# end of the cosine, a tenth of the peak, and what its "µP-style width scaling" is: here the rates of matrices fall with
+# the width, from the paper's own width, at which all weights have the same rate; initialization does not change.
+PAPER = {
+    "hidden_size": 768,
+    "layers": 12,
+    "heads": 12,
+    "intermediate_size": 2048,
+    "sequence_length": 1024,
+    "batch_size": 480,
+    "tokens": "49.152B",
+    "learning_rate": 1e-3,
+    "base_width": 768,
+    "warmup": 2000,
+    "weight_decay": 0.1,
+}
+
+
+def take_defaults_of_the_paper(context: typer.Context, value: bool) -> bool:
+    if value:
+        context.default_map = PAPER
+    return value
 
 
 def last_checkpoint(run: Path) -> Path | None:
@@ -550,7 +394,6 @@ def export(model, tokenizer, folder: Path) -> None:
         temperature=0.8,
         top_p=0.95,
         repetition_penalty=1.1,
-        max_new_tokens=256,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -578,39 +421,22 @@ def parse_count(text: str) -> int:
 # ---------------------------------------------------------------------------------------------- commands
 
 
-@app.command("tokenizer")
-def tokenizer_command(
-    texts: Annotated[list[Path], typer.Argument(help="Text files to learn from.")],
-    output: Annotated[Path, typer.Option(help="Folder to write.")],
-    vocab_size: Annotated[int, typer.Option(help="Number of tokens, <|endoftext|> included.")] = 4096,
-) -> None:
-    """Train a byte-level BPE tokenizer."""
-    tokenizer = train_bpe(texts, vocab_size)
-    tokenizer.save_pretrained(output)
-    print(f"{output}: {len(tokenizer):,} tokens")
-
-
-@app.command("tokenize")
-def tokenize_command(
-    texts: Annotated[list[Path], typer.Argument(help="Text files of one split.")],
-    tokenizer: Annotated[Path, typer.Option(help="Folder of the tokenizer.")],
-    output: Annotated[Path, typer.Option(help="File to write: .bin, or .bin.xz to save two thirds of the space.")],
-) -> None:
-    """Turn texts into a file of token ids."""
-    facts = write_tokens(texts, load_tokenizer(tokenizer), output)
-    print(
-        f"{output}: {facts['documents']:,} documents, {facts['bytes']:,} bytes, {facts['tokens']:,} tokens, "
-        f"{facts['bytes'] / facts['tokens']:.3f} bytes per token"
-    )
-
-
 @app.command()
 def train(
     context: typer.Context,
-    data: Annotated[Path, typer.Argument(help="Token file to train on.")],
-    tokenizer: Annotated[Path, typer.Option(help="Folder of the tokenizer that made it.")],
+    data: Annotated[list[Path], typer.Argument(help="Token files to train on.")],
+    tokenizer: Annotated[Path, typer.Option(help="Folder of the tokenizer that made them.")],
     output: Annotated[Path, typer.Option(help="Folder of the run; the finished model lies in its `model`.")],
     evaluate: Annotated[list[Path], typer.Option(help="Token file to evaluate at the end; repeatable.")] = [],  # noqa: B006
+    paper: Annotated[
+        bool,
+        typer.Option(
+            "--paper",
+            help="Sizes and rates of the paper where nothing else is given.",
+            is_eager=True,
+            callback=take_defaults_of_the_paper,
+        ),
+    ] = False,
     model: Annotated[Architecture, typer.Option(help="Falcon, or a Transformer as its yardstick.")] = "falcon",
     rule: Annotated[Rule, typer.Option(help="Falcon's rule of writing.")] = "falcon_3a",
     variant: Annotated[Variant, typer.Option(help="1: l2, gain; 2: l2, direct; 3: RMS, direct step.")] = "3",
@@ -621,37 +447,46 @@ def train(
     head_dim: Annotated[int, typer.Option(min=1)] = 64,
     intermediate_size: Annotated[int, typer.Option(min=1)] = 768,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens in a training block.")] = 1024,
-    batch_size: Annotated[int, typer.Option(min=1, help="Blocks in a step.")] = 64,
-    accumulate: Annotated[int, typer.Option(min=1, help="Parts in which a step is computed.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Blocks in a step, of all processes together.")] = 64,
+    accumulate: Annotated[int, typer.Option(min=1, help="Parts in which a process computes its blocks.")] = 1,
     tokens: Annotated[int, typer.Option(parser=parse_count, help="Tokens to train on, epochs repeat.")] = "300M",
     learning_rate: Annotated[float, typer.Option(help="Peak; falls to a tenth of it on a cosine.")] = 2e-3,
-    warmup: Annotated[float, typer.Option(min=0, max=1, help="Part of the steps that warm up.")] = 0.02,
+    base_width: Annotated[
+        int | None,
+        typer.Option(min=1, help="Where given, matrices get --learning-rate times this over --hidden-size."),
+    ] = None,
+    warmup: Annotated[float, typer.Option(min=0, help="Steps that warm up, or below 1 their part of all.")] = 0.02,
     weight_decay: Annotated[float, typer.Option(min=0, help="On the weights of linear layers.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Of the initialization and of the order of the data.")] = 0,
-    log_every: Annotated[int, typer.Option(min=1, help="Steps between two entries of the log.")] = 50,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False,
+    fused_loss: Annotated[
+        bool, typer.Option("--fused-loss", help="Falcon's loss without all logits; needs Liger Kernel and a GPU.")
+    ] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Use the CPU only, in one or several processes.")] = False,
+    log_every: Annotated[int, typer.Option(min=1, help="Steps between two entries of the log.")] = 50,
     minutes: Annotated[
-        float, typer.Option(help="Stop training in time to be done this many minutes after the start.")
+        float, typer.Option(help="Stop, at an entry of the log, to be done this many minutes after the start.")
     ] = math.inf,
     reserve: Annotated[float, typer.Option(help="Minutes kept back for saving and evaluating.")] = 0.75,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output, if there is one.")] = False,
 ) -> None:
     """Train a model; again with --resume, until the plan of --tokens is done.
 
-    The plan fixes the learning rate of every step, so that a run cut short by --minutes goes on as if it
-    had not been. Each call ends with a saved and evaluated model; its metrics.json says whether the plan
-    was finished.
+    The plan fixes the blocks and the learning rate of every step, so that a run cut short by --minutes, or in
+    another way, goes on as if it had not been. Each call ends with a saved and evaluated model; its metrics.json says
+    whether the plan was finished. torchrun or `accelerate launch` start several processes, one for each GPU.
     """
     deadline = STARTED + 60 * (minutes - reserve)
     text_tokenizer = load_tokenizer(tokenizer)
-    ids, facts = read_tokens(data, text_tokenizer)
+    files, facts = zip(*(read_tokens(file, text_tokenizer) for file in data), strict=True)
+    training_data = {name: sum(f[name] for f in facts) for name in ("documents", "bytes", "tokens")}
+    training_data |= {name: facts[0][name] for name in ("tokenizer", "end")}
+    training_data["sources"] = [source for f in facts for source in f["sources"]]
     for file in evaluate:
         read_tokens(file, text_tokenizer)  # a wrong path is better found now than at the end
-    if batch_size % accumulate:
-        raise RecipeError(f"--accumulate is {accumulate}: it has to divide --batch-size, {batch_size}.")
     tokens_per_step = batch_size * sequence_length
     steps = math.ceil(tokens / tokens_per_step)
-    blocks = Blocks(ids, sequence_length, steps * batch_size, seed)
+    blocks = Blocks(files, sequence_length, steps * batch_size, seed)
 
     set_seed(seed)
     network = build_model(
@@ -667,105 +502,111 @@ def train(
         head_dim=head_dim,
         intermediate_size=intermediate_size,
     )
-    on_cuda = torch.cuda.is_available()
+    if fused_loss:
+        try:
+            fuse_loss(network)
+        except (ImportError, TypeError) as error:
+            raise RecipeError(str(error)) from error
+    on_cuda = torch.cuda.is_available() and not cpu
     arguments = TrainingArguments(
         output_dir=str(output),
         max_steps=steps,
-        per_device_train_batch_size=batch_size // accumulate,
         gradient_accumulation_steps=accumulate,
         train_sampling_strategy="sequential",  # Blocks has shuffled already
         learning_rate=learning_rate,
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": 0.1},
-        warmup_steps=round(warmup * steps),
+        warmup_steps=round(warmup if warmup >= 1 else warmup * steps),
         weight_decay=weight_decay,
         adam_beta1=0.9,
         adam_beta2=0.95,
         max_grad_norm=1.0,
         optim="adamw_torch_fused",
         bf16=on_cuda,
+        use_cpu=cpu,
         torch_compile=compile,
         seed=seed,
         logging_steps=log_every,
         logging_nan_inf_filter=False,  # it would wait for the device at every step
-        save_steps=max(1, steps // 10),
+        save_steps=min(max(1, steps // 10), 1000),
         save_total_limit=2,
         report_to=["tensorboard"] if is_tensorboard_available() else [],
         remove_unused_columns=False,
         dataloader_pin_memory=on_cuda,
         accelerator_config={"non_blocking": on_cuda},
+        ddp_find_unused_parameters=False,
+        ddp_timeout=7200,  # the first process evaluates, the others wait
     )
-    if arguments.n_gpu > 1 or arguments.world_size > 1:
-        raise RecipeError("This recipe trains on one device: choose one with CUDA_VISIBLE_DEVICES.")
+    processes = arguments.world_size
+    if arguments.n_gpu > 1:
+        raise RecipeError(
+            f"This process sees {arguments.n_gpu} GPUs and uses one: start one for each with "
+            f"torchrun --nproc_per_node {arguments.n_gpu}, or choose one with CUDA_VISIBLE_DEVICES."
+        )
+    if batch_size % (accumulate * processes):
+        raise RecipeError(
+            f"--accumulate is {accumulate} in each of {processes} processes: together they have to divide "
+            f"--batch-size, {batch_size}."
+        )
+    arguments.per_device_train_batch_size = batch_size // (accumulate * processes)
     torch.set_float32_matmul_precision("high")
 
+    first = arguments.process_index == 0
     plan = {name: value for name, value in context.params.items() if name not in MAY_CHANGE}
-    plan |= {"sources": facts["sources"], "vocabulary": facts["tokenizer"]}
-    checkpoint = check_resume(output, plan, resume)
+    plan |= {"sources": training_data["sources"], "vocabulary": training_data["tokenizer"]}
+    with arguments.main_process_first():  # which begins the run that the others then find
+        checkpoint = check_resume(output, plan, resume or not first)
     parameters = network.num_parameters()
-    print(
-        f"{parameters:,} parameters, {2 * parameters:,} bytes in bfloat16; {steps:,} steps of "
-        f"{tokens_per_step:,} tokens, {len(blocks) / blocks.per_epoch:.2f} epochs of {len(ids):,} tokens"
-        + (f"; going on from {checkpoint}" if checkpoint else "")
-    )
+    if first:
+        print(
+            f"{parameters:,} parameters, {2 * parameters:,} bytes in bfloat16; {steps:,} steps of "
+            f"{tokens_per_step:,} tokens, {len(blocks) / blocks.per_epoch:.2f} epochs of "
+            f"{training_data['tokens']:,} tokens" + (f"; going on from {checkpoint}" if checkpoint else "")
+        )
 
+    device = torch.cuda.get_device_name() if on_cuda else f"CPU, {platform.machine()}"
+    peak = peak_flops(device)
     trainer = PretrainTrainer(
         network,
         arguments,
         train_dataset=blocks,
         data_collator=lambda batch: batch,
+        matrix_rate=1.0 if base_width is None else base_width / hidden_size,
         tokens_per_step=tokens_per_step,
-        bytes_per_token=facts["bytes"] / facts["tokens"],
+        bytes_per_token=training_data["bytes"] / training_data["tokens"],
+        flops_per_token=flops_per_token(network, sequence_length),
+        peak=None if peak is None else processes * peak,
     )
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(ProgressLine)
     trainer.add_callback(RunCallback(trainer, deadline, output / "log.jsonl"))
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
-    folder = output / "model"
-    export(network, text_tokenizer, folder)
-    history = trainer.history()
-    step, seconds = trainer.state.global_step, history[-1]["seconds"]
-    every = math.ceil(len(history) / 200)
-    metrics = {
-        "finished": step == steps,
-        "parameters": parameters,
-        "weight_bytes": (folder / "model.safetensors").stat().st_size,
-        "steps": step,
-        "planned_steps": steps,
-        "tokens_seen": step * tokens_per_step,
-        "epochs": step * batch_size / blocks.per_epoch,
-        "seconds": seconds,
-        "tokens_per_second": round(step * tokens_per_step / seconds),
-        "tokens_per_second_median": statistics.median(entry["tokens_per_second"] for entry in history),
-        "evaluation": evaluate_folder(folder, evaluate, sequence_length),
-        "training_data": facts,
-        "plan": plan,
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if on_cuda else f"CPU, {platform.machine()}",
-        "versions": {"python": platform.python_version()}
-        | {module.__name__: module.__version__ for module in (torch, transformers, tokenizers, np)},
-        "curve": [
-            {key: entry[key] for key in ("step", "tokens", "loss", "bits_per_byte", "learning_rate")}
-            for entry in history[::-1][::every][::-1]
-        ],
-    }
-    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    state = "the plan is finished" if step == steps else f"stopped at step {step} of {steps}, go on with --resume"
-    print(f"{folder}: {state}")
-
-
-@app.command("evaluate")
-def evaluate_command(
-    model: Annotated[Path, typer.Argument(help="Folder of the model.")],
-    data: Annotated[list[Path], typer.Argument(help="Token files.")],
-    context: Annotated[int, typer.Option(min=2, help="Tokens in a window: the training length.")] = 1024,
-    output: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
-) -> None:
-    """Measure bits per byte (`bits_per_byte` in this file defines it)."""
-    results = evaluate_folder(model, data, context)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(results, indent=2) + "\n")
+    if first:
+        folder = output / "model"
+        export(network, text_tokenizer, folder)
+        metrics = trainer.summary() | {
+            "parameters": parameters,
+            "weight_bytes": (folder / "model.safetensors").stat().st_size,
+            "epochs": trainer.state.global_step * batch_size / blocks.per_epoch,
+            "evaluation": evaluate_folder(folder, evaluate, sequence_length),
+            "training_data": training_data,
+            "plan": plan,
+            "command": shlex.join(["python", *sys.argv]),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "device": device,
+            "processes": processes,
+            "versions": {"python": platform.python_version()}
+            | {module.__name__: module.__version__ for module in (torch, transformers, tokenizers, np)},
+        }
+        (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+        where = "the plan is finished" if metrics["finished"] else "go on with --resume"
+        print(f"{folder}: step {metrics['steps']} of {steps}, {where}")
+    accelerator = trainer.accelerator
+    del trainer  # with a model of several processes alive, closing their group can abort or hang (torch 2.13, gloo)
+    accelerator.free_memory()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ TRANSFORMERS_NAMES = {
 
 # Names that reach a config on its way from the Hub, or with what else a model is loaded with.
 LOADING_NAMES = (
-    *("trust_remote_code", "code_revision", "token", "revision", "cache_dir", "local_files_only"),
+    *("trust_remote_code", "code_revision", "token", "revision", "cache_dir", "local_files_only", "gguf_file"),
     *("device_map", "max_memory", "tqdm_class", "use_safetensors", "variant"),
 )
 

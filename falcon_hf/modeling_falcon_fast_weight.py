@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -639,6 +640,7 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # noqa: RUF012
+    fused_loss: Callable[..., Tensor] | None = None  # head and loss together, see falcon_hf.fused_loss
 
     def __init__(self, config: FalconFastWeightConfig):
         super().__init__(config)
@@ -678,10 +680,14 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(_kept(outputs.last_hidden_state, logits_to_keep))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        kept = _kept(outputs.last_hidden_state, logits_to_keep)
+        logits, loss = None, None
+        if self.fused_loss is not None and self.training and labels is not None:
+            loss = self.fused_loss(kept, self.lm_head, labels, **kwargs)
+        else:
+            logits = self.lm_head(kept)
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

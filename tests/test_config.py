@@ -108,6 +108,8 @@ def test_overrides_at_loading_are_checked_with_the_rest(tmp_path):
     tiny_config(rule="falcon_3a").save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path, window_size=2).rule_object.window == 2
     loaded = AutoConfig.from_pretrained(tmp_path, device_map="cpu", tqdm_class=None)  # as transformers serve does
+    # as lm_eval does
+    assert AutoConfig.from_pretrained(tmp_path, revision="main", gguf_file=None, subfolder="").window_size == 4
     assert not hasattr(loaded, "device_map")
     with pytest.raises(ValueError, match="window_size is 4, but falcon_1 writes one pair"):
         AutoConfig.from_pretrained(tmp_path, rule="falcon_1")
