@@ -22,7 +22,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def falcon_config(fields: Mapping[str, Any]) -> FalconFastWeightConfig:
-    """The config of these fields, those of a config.json included. ConversionError where they contradict one another."""
+    """The config of these fields, or of a config.json. ConversionError where they contradict one another."""
     try:
         return FalconFastWeightConfig.from_dict(dict(fields))
     except (ValueError, StrictDataclassError) as error:
@@ -81,7 +81,10 @@ def rates(config: FalconFastWeightConfig, prefix: str, dtype: torch.dtype, seed:
         pieces += [
             _drawn(f"{prefix}.ridge_proj.weight", (heads, config.hidden_size), std, dtype, seed),
             Piece(
-                f"{prefix}.ridge_bias", (), lambda: initial_ridge_bias(config).to(dtype), "memory lengths spread by head"
+                f"{prefix}.ridge_bias",
+                (),
+                lambda: initial_ridge_bias(config).to(dtype),
+                "memory lengths spread by head",
             ),
         ]
     return pieces

@@ -6,6 +6,7 @@ Linear attention writes k_t v_tᵀ: Falcon-1A with a step size of 1. RetNet and 
 they lose on the way is said, and they are taken as a start for training only where `nearest` asks for it.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,14 +155,56 @@ def from_falcon(config: FalconFastWeightConfig, tensors: Mapping[str, Tensor], l
     if kind is None:
         raise ConversionError([f"rule is {config.rule}; flash-linear-attention has falcon_1 and falcon_1a only."])
     check_source(tensors, falcon_shapes(config), KIND, [TIED] if config.tie_word_embeddings else [])
+    model = _fla_config(config, kind, tensors, load)
+    layers = KINDS[kind](model)
+    attention, problems = _attention_layers(model, layers.fields)
+    problems += layers.other + layers.lost
+    wanted = {**layers.fields, "timing": "read_after_write", "value_norm": "none", "normalized_read": False}
+    for name, value in wanted.items():
+        have = getattr(config, name)
+        if have != value and not (name == "read_scale" and math.isclose(have, value)):
+            problems.append(f"{name} is {have}; a {kind} model with these heads has {value}.")
+    if kind == "delta_net" and config.epsilon > (0 if config.step_size_max == 2 else 0.5):
+        problems.append(f"epsilon is {config.epsilon}; it must be 0, so that no step size is cut.")
+    if config.hidden_act not in ("silu", "swish"):
+        problems.append(f"hidden_act is {config.hidden_act}; it must be silu.")
+    if attention and config.rope_parameters["rope_type"] != "default":
+        problems.append("rope_parameters are not the default ones, which are all that flash-linear-attention has.")
+    if problems:
+        raise ConversionError(problems)
+
+    plan = Plan({**model, "dtype": str(tensors["model.embed_tokens.weight"].dtype).removeprefix("torch.")}, [])
+    attention_rows = _attention_rows(model, attention)
+    for i, layer_type in enumerate(config.layer_types):
+        rows = layers.rows if layer_type == "linear_attention" else attention_rows
+        for row in [*rows, *_block_rows(model)]:
+            theirs, ours = f"model.layers.{i}.{row.theirs}", f"model.layers.{i}.{row.ours}"
+            plan.pieces.append(Piece(theirs, (ours,), row.backward, row.how))
+        if layer_type == "linear_attention":
+            for name, made in layers.made.items():
+                ours, value = f"model.layers.{i}.{name}", made[1]
+                plan.left[ours] = f"{value:g} everywhere, as in every {kind} model"
+                plan.conditions[ours] = (
+                    f"{value:g} everywhere for a {kind} model",
+                    lambda tensor, value=value: bool((tensor == value).all()),
+                )
+    plan.pieces += [Piece(row.theirs, (row.ours,), row.backward, row.how) for row in _outer_rows(model)]
+    if TIED in tensors and config.tie_word_embeddings:
+        plan.left[TIED] = TIED_WHY
+    return plan
+
+
+def _fla_config(
+    config: FalconFastWeightConfig, kind: str, tensors: Mapping[str, Tensor], load: Callable[[str], Tensor]
+) -> dict[str, Any]:
+    """The config.json of flash-linear-attention that is nearest to a Falcon config."""
     fast = [i for i, layer_type in enumerate(config.layer_types) if layer_type == "linear_attention"]
     attention = [i for i in range(config.num_hidden_layers) if i not in fast]
 
     def everywhere(name: str, value: float) -> bool:
         names = [f"model.layers.{i}.linear_attn.{name}" for i in fast]
-        return bool(names) and all(n in tensors and bool((load(n) == value).all()) for n in names)
+        return bool(names) and all(name in tensors and bool((load(name) == value).all()) for name in names)
 
-    constant = everywhere("gain_bias", ALWAYS_ONE)
     model = {
         **DEFAULTS,
         **KIND_DEFAULTS[kind],
@@ -185,60 +228,22 @@ def from_falcon(config: FalconFastWeightConfig, tensors: Mapping[str, Tensor], l
             "layers": attention,
             "num_heads": config.num_attention_heads,
             "num_kv_heads": config.num_key_value_heads,
-            "qkv_bias": False,
+            "qkv_bias": config.attention_bias,
             "rope_theta": config.rope_parameters["rope_theta"],
         }
     if kind == "delta_net":
+        silu_alone = config.conv_size == 1 and everywhere("q_conv.weight", 1)
         model |= {
             "use_gate": config.output_gate,
-            "use_beta": not constant,
-            "use_short_conv": not (config.conv_size == 1 and everywhere("q_conv.weight", 1)),
-            "conv_size": config.conv_size,
+            "use_beta": not everywhere("gain_bias", ALWAYS_ONE),
+            "use_short_conv": not silu_alone,
+            "conv_size": 4 if silu_alone else config.conv_size,
             "allow_neg_eigval": config.step_size_max == 2,
-            "qk_norm": "l2",
-            "qk_activation": "silu",
         }
     else:
         maps = {ours: theirs for theirs, ours in FEATURE_MAPS.items()}
-        model |= {"feature_map": maps.get(config.feature_map), "num_kv_heads": None, "elementwise_affine": True}
-    layers = KINDS[kind](model)
-    problems = [f"{sentence} So it has no place in flash-linear-attention." for sentence in layers.other + layers.lost]
-    for name, value in {**layers.fields, "timing": "read_after_write", "value_norm": "none"}.items():
-        have = getattr(config, name)
-        if have != value and not (name == "read_scale" and abs(have - value) < 1e-12):
-            problems.append(f"{name} is {have}; a {kind} model has {value}.")
-    if kind == "delta_net" and config.epsilon > (0 if config.step_size_max == 2 else 0.5):
-        problems.append(f"epsilon is {config.epsilon}; it must be 0, so that no step size is cut.")
-    if config.attention_bias and attention:
-        problems.append("attention_bias is True; flash-linear-attention has no bias of the output projection.")
-    if attention and config.rope_parameters.get("rope_type", "default") != "default":
-        problems.append("rope_parameters are not the default ones, which flash-linear-attention has alone.")
-    if problems:
-        raise ConversionError(problems)
-    model["attn"] = model["attn"] if attention else None
-
-    pieces, left, conditions = [], {}, {}
-    _, attention_problems = _attention_layers(model, layers.fields)
-    if attention_problems:
-        raise ConversionError(attention_problems)
-    for i, layer_type in enumerate(config.layer_types):
-        rows = layers.rows if layer_type == "linear_attention" else _attention_rows(model, {i: model["attn"]})
-        for row in [*rows, *_block_rows(model)]:
-            theirs, ours = f"model.layers.{i}.{row.theirs}", f"model.layers.{i}.{row.ours}"
-            pieces.append(Piece(theirs, (ours,), row.backward, row.how))
-        if layer_type == "linear_attention":
-            for name, made in layers.made.items():
-                value = made[1]
-                left[f"model.layers.{i}.{name}"] = f"{value:g} everywhere, which is what a {kind} model does"
-                conditions[f"model.layers.{i}.{name}"] = (
-                    f"{value:g} everywhere for a {kind} model",
-                    lambda tensor, value=value: bool((tensor == value).all()),
-                )
-    pieces += [Piece(row.theirs, (row.ours,), row.backward, row.how) for row in _outer_rows(model)]
-    if TIED in tensors and config.tie_word_embeddings:
-        left[TIED] = TIED_WHY
-    dtype = str(tensors["model.embed_tokens.weight"].dtype).removeprefix("torch.")
-    return Plan({**model, "dtype": dtype}, pieces, left, conditions=conditions)
+        model["feature_map"] = maps.get(config.feature_map, config.feature_map)
+    return model
 
 
 def _delta_net(model: Mapping[str, Any]) -> Layers:
@@ -307,12 +312,9 @@ def _retnet(model: Mapping[str, Any]) -> Layers:
         "ridge": "direct",
         "qk_norm": "none",
         "step_size_max": 1.0,
+        "conv_size": 0,
         "output_gate": gated,
     }
-    if model["use_short_conv"]:
-        _convolutions(layers, model)
-    else:
-        layers.fields["conv_size"] = 0
     if gated:
         layers.rows.append(Row("attn.g_proj.weight", (heads * value, size), "linear_attn.g_proj.weight"))
     _norm(layers, f"attn.g_norm{'_swish_gate' if gated and model['fuse_norm'] else ''}.weight", value)
@@ -372,53 +374,14 @@ KINDS: dict[str, Callable[[Mapping[str, Any]], Layers]] = {
     "gated_deltanet": _gated_delta_net,
 }
 
-KIND_DEFAULTS: dict[str, dict[str, Any]] = {
-    "delta_net": {},
-    "linear_attn": {"num_heads": 4},
-    "retnet": {
-        "num_heads": 8,
-        "expand_v": 2.0,
-        "hidden_ratio": 2,
-        "feature_map": None,
-        "use_short_conv": False,
-        "use_output_gate": True,
-    },
-    "gated_deltanet": {
-        "num_heads": 6,
-        "num_v_heads": None,
-        "head_dim": 256,
-        "expand_v": 2.0,
-        "use_gate": True,
-        "num_hidden_layers": 21,
-        "output_gate_activation": "swish",
-    },
-}
-
 DEFAULTS: dict[str, Any] = {  # of flash-linear-attention 0.6, for what a config.json leaves out
     "hidden_size": 2048,
-    "expand_k": 1.0,
-    "expand_v": 1.0,
-    "use_gate": False,
-    "use_short_conv": True,
-    "allow_neg_eigval": False,
-    "conv_size": 4,
-    "use_beta": True,
-    "num_heads": 16,
-    "num_kv_heads": None,
-    "qk_norm": "l2",
-    "qk_activation": "silu",
-    "feature_map": "elementwise_product",
-    "norm_q": False,
-    "norm_k": False,
-    "norm_feature_map": False,
-    "elementwise_affine": True,
-    "fuse_norm": True,
-    "max_position_embeddings": 2048,
+    "num_hidden_layers": 24,
     "hidden_ratio": 4,
     "intermediate_size": None,
     "hidden_act": "swish",
-    "num_hidden_layers": 24,
     "norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
     "attn": None,
     "attnres_block_size": None,
     "pad_token_id": None,
@@ -427,6 +390,53 @@ DEFAULTS: dict[str, Any] = {  # of flash-linear-attention 0.6, for what a config
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
     "vocab_size": 32000,
+}
+KIND_DEFAULTS: dict[str, dict[str, Any]] = {
+    "delta_net": {
+        "num_heads": 16,
+        "expand_k": 1.0,
+        "expand_v": 1.0,
+        "use_gate": False,
+        "use_beta": True,
+        "use_short_conv": True,
+        "conv_size": 4,
+        "allow_neg_eigval": False,
+        "qk_norm": "l2",
+        "qk_activation": "silu",
+    },
+    "linear_attn": {
+        "num_heads": 4,
+        "num_kv_heads": None,
+        "expand_k": 1.0,
+        "expand_v": 1.0,
+        "feature_map": "elementwise_product",
+        "norm_q": False,
+        "norm_k": False,
+        "norm_feature_map": False,
+        "elementwise_affine": True,
+    },
+    "retnet": {
+        "num_heads": 8,
+        "num_kv_heads": None,
+        "expand_k": 1.0,
+        "expand_v": 2.0,
+        "hidden_ratio": 2,
+        "feature_map": None,
+        "use_output_gate": True,
+        "fuse_norm": True,
+    },
+    "gated_deltanet": {
+        "num_heads": 6,
+        "num_v_heads": None,
+        "head_dim": 256,
+        "expand_v": 2.0,
+        "use_gate": True,
+        "use_short_conv": True,
+        "conv_size": 4,
+        "allow_neg_eigval": False,
+        "num_hidden_layers": 21,
+        "output_gate_activation": "swish",
+    },
 }
 
 
@@ -496,7 +506,7 @@ def _same_epsilon(layers: Layers, model: Mapping[str, Any]) -> None:
 
 
 def _ridge_of_gate(a_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """Logits of a ridge that fades, at a step size in the middle of its range, as the gate does where its input is 0."""
+    """Logits of a ridge that fades, with a step size in the middle of its range, as the gate does at input 0."""
     log_decay = -a_log.double().exp() * F.softplus(dt_bias.double())
     return torch.logit(-torch.expm1(log_decay), eps=1e-6)
 

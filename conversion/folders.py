@@ -1,4 +1,4 @@
-"""From folder to folder: reads headers, plans, and writes shard after shard, so that no more than one lies in memory."""
+"""From folder to folder: reads headers, plans, and writes shard after shard, of which one lies in memory."""
 
 import json
 import os
@@ -84,7 +84,9 @@ def make_plan(
     if kind != KIND and to != "falcon":
         raise ConversionError([f"model_type is {kind}; to {to!r} goes a {KIND} checkpoint only."])
     if kind not in llama.KINDS and (keep_attention or fields):
-        raise ConversionError([f"model_type is {kind}; layers to keep and fields are for {', '.join(llama.KINDS)} only."])
+        raise ConversionError(
+            [f"model_type is {kind}; layers to keep and fields are for {', '.join(llama.KINDS)} only."]
+        )
     if kind == KIND:
         config = falcon_config(source.config)
         if to == "falcon":
@@ -202,8 +204,8 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / ".metadata").exists():
         raise ConversionError(
             [
-                f"{folder} is a distributed checkpoint; python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
-                f"{folder} model.pt makes one file of it."
+                f"{folder} is a distributed checkpoint; python -m torch.distributed.checkpoint.format_utils "
+                f"dcp_to_torch {folder} model.pt makes one file of it."
             ]
         )
     try:
@@ -218,7 +220,9 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        raise ConversionError([f"{path} cannot be read as tensors alone; save its weights as safetensors: {reason}"]) from None
+        raise ConversionError(
+            [f"{path} cannot be read as tensors alone; save its weights as safetensors: {reason}"]
+        ) from None
     for key in ("model", "model_state_dict", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]

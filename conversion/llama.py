@@ -110,7 +110,9 @@ def to_falcon(
             plan.pieces.append(filled(f"model.layers.{i}.self_attn.o_proj.bias", (source.hidden_size,), 0.0, dtype))
     if len(kept) < source.num_hidden_layers:
         count = source.num_hidden_layers - len(kept)
-        plan.lost.append(f"{count} of {source.num_hidden_layers} layers of attention are fast weights, not yet trained.")
+        plan.lost.append(
+            f"{count} of {source.num_hidden_layers} layers of attention are fast weights, not yet trained."
+        )
         if new.conv_size:
             plan.lost.append("The SiLU behind the short convolutions changes queries, keys and values.")
         if any(why == "a fast-weight layer has none" for why in plan.left.values()):

@@ -65,8 +65,8 @@ def to_falcon(config: FalconFastWeightConfig, tensors: Mapping[str, Tensor]) -> 
 
     Args:
         config: of the model.
-        tensors: name, shape and dtype of its tensors, named as nanoGPT, torchtitan or transformers would, joined or not,
-            with the names of wrappers in between or not.
+        tensors: name, shape and dtype of its tensors, named as nanoGPT, torchtitan or transformers would, joined or
+            not, with the names of wrappers in between or not.
 
     Raises:
         ConversionError: with a sentence for each tensor that is missing, unknown, there twice, or of another shape.
