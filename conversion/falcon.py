@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from falcon_hf import FalconFastWeightConfig, FalconFastWeightForCausalLM
 from falcon_hf.modeling_falcon_fast_weight import initial_ridge_bias
@@ -23,10 +24,15 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def falcon_config(fields: Mapping[str, Any]) -> FalconFastWeightConfig:
     """The config of these fields, or of a config.json. ConversionError where they contradict one another."""
+    return read_config(FalconFastWeightConfig, fields)
+
+
+def read_config(config_class: type[PreTrainedConfig], fields: Mapping[str, Any]) -> Any:
+    """The config of a class from its fields. ConversionError where they contradict one another."""
     try:
-        return FalconFastWeightConfig.from_dict(dict(fields))
-    except (ValueError, StrictDataclassError) as error:
-        raise ConversionError([" ".join(str(error).split())]) from None
+        return config_class.from_dict(dict(fields))
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ConversionError([" ".join(str(error.__cause__ or error).split())]) from None
 
 
 def config_json(config: FalconFastWeightConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -237,7 +237,7 @@ def _fla_config(
             "use_gate": config.output_gate,
             "use_beta": not everywhere("gain_bias", ALWAYS_ONE),
             "use_short_conv": not silu_alone,
-            "conv_size": 4 if silu_alone else config.conv_size,
+            "conv_size": 4 if silu_alone or not config.conv_size else config.conv_size,
             "allow_neg_eigval": config.step_size_max == 2,
         }
     else:

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from falcon_hf import FalconFastWeightConfig
 
-from .falcon import TIED, TIED_WHY, TOKEN_IDS, complete, config_json, falcon_config, rates
+from .falcon import TIED, TIED_WHY, TOKEN_IDS, complete, config_json, falcon_config, rates, read_config
 from .plan import ConversionError, Piece, Plan, check_source, copied, filled
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
@@ -45,7 +45,7 @@ def to_falcon(
         ConversionError: where its tensors are not those of its config, or where kept layers would be another function.
     """
     kind = config["model_type"]
-    source = CONFIG_MAPPING[kind].from_dict(dict(config))
+    source = read_config(CONFIG_MAPPING[kind], config)
     kept = set(keep_attention)
     problems = [f"layer {i} is to be kept, but there are {source.num_hidden_layers}." for i in sorted(kept)
                 if not 0 <= i < source.num_hidden_layers]  # fmt: skip

@@ -75,6 +75,7 @@ def to_falcon(config: FalconFastWeightConfig, tensors: Mapping[str, Tensor]) -> 
     tied = [TIED] if config.tie_word_embeddings else []
     called = _called(config, [*needed, *tied])
     plan, problems = Plan({}, []), []
+    doubled: set[str] = set()
     shapes: dict[str, tuple[int, ...]] = {}
     makers: dict[str, str] = {}
     for name in tensors:
@@ -86,6 +87,7 @@ def to_falcon(config: FalconFastWeightConfig, tensors: Mapping[str, Tensor]) -> 
                 continue
             twice = [makers[part] for part in ours if part in makers]
             if twice:
+                doubled.add(name)
                 problems.append(f"{name} and {twice[0]} are both there and are the same tensor.")
                 continue
             makers.update(dict.fromkeys(ours, name))
@@ -96,7 +98,7 @@ def to_falcon(config: FalconFastWeightConfig, tensors: Mapping[str, Tensor]) -> 
             plan.left[name] = "a buffer that the model computes itself"
     problems += [f"{name} is missing, under whatever name." for name in needed if name not in makers]
     try:
-        check_source(tensors, shapes, KIND, plan.left)
+        check_source(tensors, shapes, KIND, plan.left.keys() | doubled)
     except ConversionError as error:
         problems += error.problems
     if problems:

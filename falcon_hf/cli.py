@@ -396,8 +396,9 @@ def convert(
     }
     with _status("loading"):
         from .conversion import convert as run
-    bar = Progress(TextColumn("writing"), BarColumn(), DownloadColumn(), console=_errors(), transient=True)
-    with bar:
+    console = _errors()
+    columns = (TextColumn("writing"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
         def progress(name: str, done: int, total: int) -> None:
