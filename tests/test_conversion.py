@@ -46,7 +46,7 @@ DELTA_NETS = {
 LINEARS = {
     "identity": {},
     "elu": {"feature_map": "elu", "expand_v": 2.0},
-    "relu": {"feature_map": "relu", "num_kv_heads": 1},
+    "relu": {"feature_map": "relu", "num_heads": 4, "num_kv_heads": 2},
 }
 
 
@@ -359,6 +359,7 @@ def test_fast_weight_layers_take_the_projections_of_attention(case):
     again = converted(source.config.to_dict(), tensors, fields={"rule": "falcon_2"}, seed=3)[1]
     other = converted(source.config.to_dict(), tensors, fields={"rule": "falcon_2"}, seed=4)[1]
     assert same(again, result)
+    assert not torch.equal(mixer.gain_proj.weight, model.model.layers[0].linear_attn.gain_proj.weight)
     differing = {name.split(".")[-2] for name in result if not torch.equal(other[name], result[name])}
     assert differing == {"gain_proj", "ridge_proj"}
 
@@ -423,6 +424,9 @@ def test_layouts_of_training_code_there_and_back(layout, case):
     fast = model.config.layer_types.count("linear_attention")
     biases = 3 - fast if model.config.attention_bias else 0
     assert joined == (3 + 3 + biases if layout == "nanogpt" else 0)
+    if layout == "nanogpt":
+        parts = [tensors[f"model.layers.0.linear_attn.{part}_proj.weight"] for part in "qkv"]
+        assert torch.equal(theirs["transformer.h.0.attn.c_attn.weight"], torch.cat(parts))
     wrapped = {f"_orig_mod.module.{name.replace('layers.1.', 'layers.1._orig_mod.')}": w for name, w in theirs.items()}
     wrapped["module.freqs_cis"] = torch.zeros(3, dtype=torch.complex64)
     ours_config, ours, plan = converted(theirs_config, wrapped)
