@@ -390,8 +390,8 @@ def convert(
         if path is not None and path.exists():
             raise UserError(f"{what} is {str(path)!r}, which is there already; give a name that is not.")
     options = {
-        "keep_attention": _layers(keep_attention),
-        "fields": dict(map(_field, set_fields or [])),
+        "keep_attention": keep_layers(keep_attention),
+        "fields": dict(map(parse_field, set_fields or [])),
         "max_shard_bytes": _bytes(max_shard_size),
     }
     with _status("loading"):
@@ -690,7 +690,7 @@ def _print_trace(trace: "MemoryTrace", tokens: list[str]) -> None:
     console.print(surprises)
 
 
-def _layers(text: str) -> Any:
+def keep_layers(text: str) -> Any:
     """The layers that `--keep-attention` names, as a function of their number."""
     if text == "all":
         return range
@@ -701,7 +701,8 @@ def _layers(text: str) -> Any:
     return [int(number) for number in text.split(",") if number]
 
 
-def _field(text: str) -> tuple[str, Any]:
+def parse_field(text: str) -> tuple[str, Any]:
+    """Name and value of `FIELD=VALUE`, the value as JSON, or as it stands where it is none."""
     name, equals, value = text.partition("=")
     if not equals:
         raise UserError(f"--set is {text!r}; it must be FIELD=VALUE.")
