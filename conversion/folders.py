@@ -99,8 +99,6 @@ def make_plan(
     if kind in fla.KINDS or kind in fla.REASONS:
         return fla.to_falcon(source.config, source.tensors, nearest)
     if kind in llama.KINDS:
-        if callable(keep_attention):
-            keep_attention = keep_attention(source.config["num_hidden_layers"])
         return llama.to_falcon(source.config, source.tensors, keep_attention, fields, seed)
     known = ", ".join(sorted({*fla.KINDS, *llama.KINDS, KIND}))
     raise ConversionError([f"model_type is {kind}; it must be one of {known}."])

@@ -5,7 +5,7 @@ training and not the same function. Layers that are kept as attention compute wh
 its layers kept has the logits of its source.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ KINDS = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 def to_falcon(
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
-    keep_attention: Collection[int] = (),
+    keep_attention: Collection[int] | Callable[[int], Collection[int]] = (),
     fields: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> Plan:
@@ -37,7 +37,7 @@ def to_falcon(
     Args:
         config: its config.json.
         tensors: name, shape and dtype of its tensors.
-        keep_attention: numbers of the layers that stay attention, from 0.
+        keep_attention: numbers of the layers that stay attention, from 0, or a function from their count to those.
         fields: of the Falcon config, beyond what follows from the source: `rule` and its options.
         seed: of what is drawn at random.
 
@@ -46,9 +46,9 @@ def to_falcon(
     """
     kind = config["model_type"]
     source = read_config(CONFIG_MAPPING[kind], config)
-    kept = set(keep_attention)
-    problems = [f"layer {i} is to be kept, but there are {source.num_hidden_layers}." for i in sorted(kept)
-                if not 0 <= i < source.num_hidden_layers]  # fmt: skip
+    kept = set(keep_attention(source.num_hidden_layers) if callable(keep_attention) else keep_attention)
+    beyond = sorted(kept - set(range(source.num_hidden_layers)))
+    problems = [f"layer {i} is to be kept, but there are {source.num_hidden_layers}." for i in beyond]
     if getattr(source, "mlp_bias", False):
         problems.append("mlp_bias is True; the MLP of a converted model has no bias.")
     if not problems:
@@ -64,30 +64,28 @@ def to_falcon(
     heads, kv_heads = source.num_attention_heads, source.num_key_value_heads or source.num_attention_heads
     size = getattr(source, "head_dim", None) or source.hidden_size // heads
     biased = "model.layers.0.self_attn.q_proj.bias" in needed
-    new = falcon_config(
-        {
-            "vocab_size": source.vocab_size,
-            "hidden_size": source.hidden_size,
-            "intermediate_size": source.intermediate_size,
-            "num_hidden_layers": source.num_hidden_layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": size,
-            "hidden_act": source.hidden_act,
-            "rms_norm_eps": source.rms_norm_eps,
-            "initializer_range": source.initializer_range,
-            "max_position_embeddings": source.max_position_embeddings,
-            "rope_parameters": dict(source.rope_parameters),
-            "attention_bias": biased and bool(kept),
-            "tie_word_embeddings": tied,
-            "layer_types": [
-                "full_attention" if i in kept else "linear_attention" for i in range(source.num_hidden_layers)
-            ],
-            "conv_size": 0,
-            **{name: getattr(source, name) for name in TOKEN_IDS},
-            **(fields or {}),
-        }
-    )
+    follows: dict[str, Any] = {
+        "vocab_size": source.vocab_size,
+        "hidden_size": source.hidden_size,
+        "intermediate_size": source.intermediate_size,
+        "num_hidden_layers": source.num_hidden_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": size,
+        "hidden_act": source.hidden_act,
+        "rms_norm_eps": source.rms_norm_eps,
+        "initializer_range": source.initializer_range,
+        "max_position_embeddings": source.max_position_embeddings,
+        "rope_parameters": dict(source.rope_parameters),
+        "attention_bias": biased and bool(kept),
+        "tie_word_embeddings": tied,
+        "layer_types": ["full_attention" if i in kept else "linear_attention" for i in range(source.num_hidden_layers)],
+        **{name: getattr(source, name) for name in TOKEN_IDS},
+    }
+    problems = [f"{name} follows from the source and cannot be set." for name in follows.keys() & (fields or {}).keys()]
+    if problems:
+        raise ConversionError(sorted(problems))
+    new = falcon_config({**follows, "conv_size": 0, **(fields or {})})
     dtype = tensors["model.embed_tokens.weight"].dtype
     plan = Plan(config_json(new, dtype), [])
     for name in needed:

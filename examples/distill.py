@@ -7,11 +7,11 @@
 2. match: the student learns the teacher's distribution of the next token (KL divergence); everything changes.
 3. tune: the student learns the next token itself (cross-entropy).
 
-The teacher is a folder or a Hub name that `falcon-hf convert` takes: Llama, Mistral, Qwen or SmolLM. Texts are UTF-8
-files in which a line that holds nothing but U+001E, the record separator, ends a document. The output is a folder that
-AutoModelForCausalLM and `falcon-hf generate` load, with metrics.json: the perplexity of held-out text under teacher and
-student, after each stage and along the way, and with --scratch that of the same model trained from random weights on
-the same tokens. What is interrupted, by --minutes too, goes on with --resume.
+The teacher is a folder or a Hub name that `falcon-hf convert` takes: Llama, Mistral, Qwen or SmolLM. Texts are UTF-8,
+.txt or .txt.xz, in which a line that holds nothing but U+001E, the record separator, ends a document. The output is a
+folder that AutoModelForCausalLM and `falcon-hf generate` load, with metrics.json: the perplexity of held-out text under
+teacher and student, after each stage and along the way, and with --scratch that of the same model trained from random
+weights on the same tokens. What is interrupted, by --minutes too, goes on with --resume.
 
 Needs what `pip install "falcon-hf[train]"` brings, and uses one device.
 """
@@ -22,6 +22,7 @@ import time
 STARTED = time.monotonic()  # --minutes counts from here
 
 import json
+import lzma
 import math
 import re
 import sys
@@ -65,7 +66,8 @@ def read_rows(texts: list[Path], tokenizer, length: int) -> Tensor:
     for path in texts:
         if not path.is_file():
             raise RecipeError(f"{path} is not a file; give texts.")
-        parts = re.split(r"(?m)^\x1e\n?", path.read_text(encoding="utf-8"))
+        with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
+            parts = re.split(r"(?m)^\x1e\n?", file.read())
         documents += [part.removesuffix("\n") for part in parts if part.strip()]
     if tokenizer.eos_token_id is None:
         raise RecipeError("The teacher's tokenizer has no eos token, which ends a document.")

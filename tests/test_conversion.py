@@ -408,8 +408,12 @@ def test_fields_that_do_not_fit_are_refused():
     config, tensors = source.config.to_dict(), saved(source)
     assert "did you mean rule" in problems_of(config, tensors, fields={"rules": "falcon_1"})[0]
     assert "value_head_dim is 0" in problems_of(config, tensors, fields={"value_head_dim": 0})[0]
-    wrong = problems_of(config, tensors, fields={"head_dim": 8})
-    assert "model.layers.0.linear_attn.q_proj.weight would have shape [24, 24]; the new config needs [32, 24]." in wrong
+    wrong = problems_of(config, tensors, fields={"value_head_dim": 8})
+    assert "model.layers.0.linear_attn.v_proj.weight would have shape [24, 24]; the new config needs [32, 24]." in wrong
+    assert problems_of(config, tensors, fields={"hidden_act": "relu", "vocab_size": 7}) == [
+        "hidden_act follows from the source and cannot be set.",
+        "vocab_size follows from the source and cannot be set.",
+    ]
 
 
 @pytest.mark.parametrize("layout", ["nanogpt", "torchtitan"])
