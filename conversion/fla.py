@@ -166,6 +166,8 @@ def from_falcon(config: FalconFastWeightConfig, tensors: Mapping[str, Tensor], l
             problems.append(f"{name} is {have}; a {kind} model with these heads has {value}.")
     if kind == "delta_net" and config.epsilon > (0 if config.step_size_max == 2 else 0.5):
         problems.append(f"epsilon is {config.epsilon}; it must be 0, so that no step size is cut.")
+    if attention and config.attention_qk_norm:
+        problems.append("attention_qk_norm is True; it must be False for flash-linear-attention.")
     if config.hidden_act not in ("silu", "swish"):
         problems.append(f"hidden_act is {config.hidden_act}; it must be silu.")
     if attention and config.rope_parameters["rope_type"] != "default":

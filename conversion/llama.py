@@ -78,6 +78,7 @@ def to_falcon(
         "max_position_embeddings": source.max_position_embeddings,
         "rope_parameters": dict(source.rope_parameters),
         "attention_bias": biased and bool(kept),
+        "attention_qk_norm": kind == "qwen3" and bool(kept),
         "tie_word_embeddings": tied,
         "layer_types": ["full_attention" if i in kept else "linear_attention" for i in range(source.num_hidden_layers)],
         **{name: getattr(source, name) for name in TOKEN_IDS},
@@ -124,8 +125,6 @@ def _why_not_kept(source, kept: set[int]) -> list[str]:
     types = getattr(source, "layer_types", None) or ["full_attention"] * source.num_hidden_layers
     if source.model_type == "mistral" and source.sliding_window is not None:
         types = ["sliding_attention"] * source.num_hidden_layers
-    if source.model_type == "qwen3" and kept:
-        problems.append("qwen3 normalizes queries and keys with a weight, which attention layers of Falcon do not do.")
     for i in sorted(kept):
         if types[i] != "full_attention":
             problems.append(f"layer {i} is {types[i]}; only full_attention can be kept.")
