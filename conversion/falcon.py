@@ -98,6 +98,8 @@ def rates(config: FalconFastWeightConfig, prefix: str, dtype: torch.dtype, seed:
 
 def _drawn(name: str, shape: tuple[int, ...], std: float, dtype: torch.dtype, seed: int) -> Piece:
     def draw() -> Tensor:
+        if torch.get_default_device().type == "meta":  # only the shape is asked for
+            return torch.empty(shape, dtype=dtype)
         generator = torch.Generator("cpu").manual_seed(seed + zlib.crc32(name.encode()))
         return torch.randn(shape, generator=generator, device="cpu").mul(std).to(dtype)
 

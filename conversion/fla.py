@@ -9,7 +9,7 @@ they lose on the way is said, and they are taken as a start for training only wh
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,21 @@ class Row:
     how: str = "as it is"
 
 
+class Constant(NamedTuple):
+    """A tensor that is one number everywhere."""
+
+    shape: tuple[int, ...]
+    value: float
+
+
+class Computed(NamedTuple):
+    """A tensor that is made from others of its layer, or from none."""
+
+    sources: tuple[str, ...]
+    make: Callable[..., Tensor]
+    how: str
+
+
 @dataclass
 class Layers:
     """The mixers of one kind of model.
@@ -51,7 +66,7 @@ class Layers:
     Args:
         rows: the tensors of a mixer that are taken.
         fields: of the Falcon config.
-        made: tensors of a Falcon mixer that there is nothing for: shape and value, or what they are made from and how.
+        made: tensors of a Falcon mixer that none of theirs becomes.
         left: shape of each tensor that no row takes, and why.
         other: why this is another function that no option makes the same, a sentence each.
         lost: the same, where the rest is of use as a start for training.
@@ -59,7 +74,7 @@ class Layers:
 
     rows: list[Row]
     fields: dict[str, Any]
-    made: dict[str, tuple[tuple[int, ...], float] | tuple[tuple[str, ...], Callable[..., Tensor], str]]
+    made: dict[str, Constant | Computed]
     left: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     other: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -183,8 +198,8 @@ def from_falcon(config: FalconFastWeightConfig, tensors: Mapping[str, Tensor], l
             theirs, ours = f"model.layers.{i}.{row.theirs}", f"model.layers.{i}.{row.ours}"
             plan.pieces.append(Piece(theirs, (ours,), row.backward, row.how))
         if layer_type == "linear_attention":
-            for name, made in layers.made.items():
-                ours, value = f"model.layers.{i}.{name}", made[1]
+            for name, (_, value) in layers.made.items():
+                ours = f"model.layers.{i}.{name}"
                 plan.left[ours] = f"{value:g} everywhere, as in every {kind} model"
                 plan.conditions[ours] = (
                     f"{value:g} everywhere for a {kind} model",
@@ -265,7 +280,7 @@ def _delta_net(model: Mapping[str, Any]) -> Layers:
         layers.rows.append(Row("attn.g_proj.weight", (heads * value, size), "linear_attn.g_proj.weight"))
     if model["use_beta"]:
         layers.rows.append(Row("attn.b_proj.weight", (heads, size), "linear_attn.gain_proj.weight"))
-        layers.made["linear_attn.gain_bias"] = ((heads,), 0.0)
+        layers.made["linear_attn.gain_bias"] = Constant((heads,), 0.0)
     else:
         _constant_step(layers, heads, size)
     if model["qk_activation"] != "silu":
@@ -295,7 +310,7 @@ def _linear_attention(model: Mapping[str, Any]) -> Layers:
     if model["elementwise_affine"]:
         _norm(layers, "attn.norm.weight", value)
     else:
-        layers.made["linear_attn.o_norm.weight"] = ((value,), 1.0)
+        layers.made["linear_attn.o_norm.weight"] = Constant((value,), 1.0)
     if model["feature_map"] not in FEATURE_MAPS:
         layers.other.append(f"feature_map is {model['feature_map']}; it must be {', '.join(FEATURE_MAPS)}.")
     for name in ("norm_q", "norm_k", "norm_feature_map"):
@@ -321,9 +336,9 @@ def _retnet(model: Mapping[str, Any]) -> Layers:
         layers.rows.append(Row("attn.g_proj.weight", (heads * value, size), "linear_attn.g_proj.weight"))
     _norm(layers, f"attn.g_norm{'_swish_gate' if gated and model['fuse_norm'] else ''}.weight", value)
     _constant_step(layers, heads, size)
-    layers.made["linear_attn.ridge_proj.weight"] = ((heads, size), 0.0)
+    layers.made["linear_attn.ridge_proj.weight"] = Constant((heads, size), 0.0)
     fading = 2.0 ** (-5 - torch.arange(heads, dtype=torch.float64, device="cpu"))
-    layers.made["linear_attn.ridge_bias"] = ((), lambda: torch.logit(fading), "the fixed decays of its heads")
+    layers.made["linear_attn.ridge_bias"] = Computed((), lambda: torch.logit(fading), "the fixed decays of its heads")
     if model["feature_map"] is not None:
         layers.other.append(f"feature_map is {model['feature_map']}; it must be null.")
     layers.lost.append("RetNet rotates queries and keys by their positions, which no Falcon rule does.")
@@ -348,9 +363,9 @@ def _gated_delta_net(model: Mapping[str, Any]) -> Layers:
     if gated:
         layers.rows.append(Row("attn.g_proj.weight", (heads * value, size), "linear_attn.g_proj.weight"))
     layers.rows.append(Row("attn.b_proj.weight", (heads, size), "linear_attn.gain_proj.weight"))
-    layers.made["linear_attn.gain_bias"] = ((heads,), 0.0)
-    layers.made["linear_attn.ridge_proj.weight"] = ((heads, size), 0.0)
-    layers.made["linear_attn.ridge_bias"] = (
+    layers.made["linear_attn.gain_bias"] = Constant((heads,), 0.0)
+    layers.made["linear_attn.ridge_proj.weight"] = Constant((heads, size), 0.0)
+    layers.made["linear_attn.ridge_bias"] = Computed(
         ("attn.A_log", "attn.dt_bias"),
         _ridge_of_gate,
         "the decay of its gate where the input is 0",
@@ -475,9 +490,9 @@ def _norm(layers: Layers, name: str, value: int) -> None:
 
 def _convolutions(layers: Layers, model: Mapping[str, Any]) -> None:
     """Short convolutions with SiLU, or SiLU alone, which is a convolution of one token with weight 1."""
-    widths = {row.theirs[5]: row.shape[0] for row in layers.rows[:3]}
     layers.fields["conv_size"] = model["conv_size"] if model["use_short_conv"] else 1
-    for part, channels in widths.items():
+    for part, row in zip("qkv", layers.rows[:3], strict=True):
+        channels = row.shape[0]
         if model["use_short_conv"]:
             shape = (channels, 1, model["conv_size"])
             layers.rows.append(
@@ -491,12 +506,12 @@ def _convolutions(layers: Layers, model: Mapping[str, Any]) -> None:
                 )
             )
         else:
-            layers.made[f"linear_attn.{part}_conv.weight"] = ((channels, 1), 1.0)
+            layers.made[f"linear_attn.{part}_conv.weight"] = Constant((channels, 1), 1.0)
 
 
 def _constant_step(layers: Layers, heads: int, size: int) -> None:
-    layers.made["linear_attn.gain_proj.weight"] = ((heads, size), 0.0)
-    layers.made["linear_attn.gain_bias"] = ((heads,), ALWAYS_ONE)
+    layers.made["linear_attn.gain_proj.weight"] = Constant((heads, size), 0.0)
+    layers.made["linear_attn.gain_bias"] = Constant((heads,), ALWAYS_ONE)
 
 
 def _same_epsilon(layers: Layers, model: Mapping[str, Any]) -> None:
@@ -513,13 +528,11 @@ def _ridge_of_gate(a_log: Tensor, dt_bias: Tensor) -> Tensor:
     return torch.logit(-torch.expm1(log_decay), eps=1e-6)
 
 
-def _made(prefix: str, name: str, made: tuple, dtype: torch.dtype) -> Piece:
-    if len(made) == 2:
-        shape, value = made
-        return filled(prefix + name, shape, value, dtype)
-    sources, make, how = made
-    names = tuple(prefix + source for source in sources)
-    return Piece(prefix + name, names, lambda *tensors: make(*tensors).to(dtype), how)
+def _made(prefix: str, name: str, made: Constant | Computed, dtype: torch.dtype) -> Piece:
+    if isinstance(made, Constant):
+        return filled(prefix + name, made.shape, made.value, dtype)
+    sources = tuple(prefix + source for source in made.sources)
+    return Piece(prefix + name, sources, lambda *tensors: made.make(*tensors).to(dtype), made.how)
 
 
 def _block_rows(model: Mapping[str, Any]) -> list[Row]:

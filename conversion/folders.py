@@ -139,6 +139,7 @@ def convert(
         plan = make_plan(checkpoint, to, **options)
         if target is None:
             return plan.account()
+        new_folders = [folder for folder in target.parents if not folder.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
         written = target.with_name(f".{target.name}-{uuid4().hex}.tmp")
         written.mkdir()
@@ -155,6 +156,8 @@ def convert(
             os.replace(written, target)
         except BaseException:
             shutil.rmtree(written, ignore_errors=True)
+            for folder in new_folders:
+                folder.rmdir()
             raise
     return plan.account()
 
@@ -163,7 +166,12 @@ def convert(
 def open_checkpoint(source: Path, config: Path | None = None) -> Iterator[Checkpoint]:
     """A checkpoint of files, open for as long as the context lasts. Arguments as in `convert`."""
     if not source.exists():
-        raise ConversionError([f"{source} does not exist; it must be the folder of a checkpoint, or a file."])
+        raise ConversionError(
+            [
+                f"{source} does not exist; it must be the folder of a checkpoint, or a file. One of the Hub is fetched by "
+                f"hf download owner/model --local-dir FOLDER."
+            ]
+        )
     if config is None:
         config = (source if source.is_dir() else source.parent) / "config.json"
     try:

@@ -722,7 +722,7 @@ def test_nothing_stays_behind_when_the_disk_is_full(tmp_path, monkeypatch):
 
     monkeypatch.setattr(folders, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
-        convert(source, tmp_path / "result", **options)
+        convert(source, tmp_path / "new" / "folders" / "result", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
