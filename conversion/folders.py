@@ -168,8 +168,8 @@ def open_checkpoint(source: Path, config: Path | None = None) -> Iterator[Checkp
     if not source.exists():
         raise ConversionError(
             [
-                f"{source} does not exist; it must be the folder of a checkpoint, or a file. One of the Hub is fetched by "
-                f"hf download owner/model --local-dir FOLDER."
+                f"{source} does not exist; it must be the folder of a checkpoint, or a file. One of the Hub is fetched "
+                "by hf download owner/model --local-dir FOLDER."
             ]
         )
     if config is None:

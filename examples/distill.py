@@ -300,11 +300,6 @@ def main(
         note(curve, "teacher", 0, loss_of(source, measured, batch_size // accumulate))
         note(curve, "converted", 0, loss_of(student, measured, batch_size // accumulate))
     for name, (steps, peak) in stages.items():
-        for parameter in student.parameters():
-            parameter.requires_grad_(name != "align")
-        if name == "align":
-            for mixer in fast_layers(student).values():
-                mixer.requires_grad_(True)
         if steps and (name != "align" or fast_layers(student)):
             train(student, name, name, steps, peak)
     total = sum(steps for steps, _ in stages.values())

@@ -10,6 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from falcon_hf import FalconFastWeightConfig, FalconFastWeightForCausalLM
+from falcon_hf.conversion import Checkpoint, make_plan
+
 for extra in ("accelerate", "datasets"):
     pytest.importorskip(extra, reason=f"{extra} is not installed")
 
@@ -89,6 +92,27 @@ def test_each_stage_brings_the_student_nearer(teacher, tmp_path):
     assert loss == pytest.approx(results["evaluation"]["held-out"]["loss"], rel=1e-4)
     assert f"{math.exp(loss):.2f}" in output
     assert results["evaluation"]["held-out"]["tokens"] == 6 * 23
+
+
+def test_alignment_is_to_the_attention_of_the_same_layer_and_input(teacher):
+    recipe = load()
+    source = LlamaForCausalLM.from_pretrained(teacher).double().eval()
+    plan = make_plan(Checkpoint.of(source.config.to_dict(), source.state_dict()), keep_attention=[1])
+    student = FalconFastWeightForCausalLM(FalconFastWeightConfig.from_dict(plan.config)).double()
+    student.load_state_dict(plan.apply(source.state_dict()))
+    ids = torch.randint(200, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        loss = recipe.align(student, source, recipe.AttentionTrace(source, [0, 2]), ids)
+        hidden = source.model(ids, output_hidden_states=True).hidden_states
+        angles = source.model.rotary_emb(hidden[0], torch.arange(12)[None])
+        expected = []
+        for i in (0, 2):
+            given = source.model.layers[i].input_layernorm(hidden[i])
+            attend = source.model.layers[i].self_attn
+            attention = attend(hidden_states=given, position_embeddings=angles, attention_mask=None)[0]
+            error = student.model.layers[i].linear_attn(given) - attention
+            expected.append((error.square().mean() / attention.square().mean()).item())
+    assert loss.item() == pytest.approx(sum(expected) / 2, rel=1e-5)
 
 
 def test_interrupted_and_resumed_it_ends_the_same(teacher, tmp_path):
