@@ -1,10 +1,12 @@
-"""The `falcon-hf` command: text from a checkpoint, what it is, what its memories do, its card, and the Hub."""
+"""The `falcon-hf` command: text from a checkpoint, what it is and remembers, cards, conversion, kernels, and the Hub."""
 
+import json
 import re
 import sys
 import time
 import warnings
-from importlib import metadata
+from dataclasses import asdict
+from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from .conversion import Account
     from .inspection_falcon_fast_weight import MemoryTrace
     from .modeling_falcon_fast_weight import FalconFastWeightAttention
 
@@ -348,6 +351,109 @@ def kernels(
     _say(f"{folder} written")
 
 
+@app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE", help="The folder of a checkpoint, or one file of training code (.safetensors, .pt)."
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Argument(metavar="OUTPUT", help="The folder to write; it must not exist. Left out, nothing is written."),
+    ] = None,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="WHAT",
+            help="falcon; or from a Falcon checkpoint: another rule that is the same function (falcon_2, ...), fla, "
+            "nanogpt, torchtitan.",
+        ),
+    ] = "falcon",
+    keep_attention: Annotated[
+        str,
+        typer.Option(
+            "--keep-attention",
+            metavar="LAYERS",
+            help="Layers of a Transformer that stay attention: 0,8,16; or every:4, which is 0,4,8 and so on; or all.",
+        ),
+    ] = "",
+    set_fields: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="A field of the new config, from a Transformer: rule=falcon_1, say. Can be given again.",
+        ),
+    ] = None,
+    nearest: Annotated[
+        bool, typer.Option("--nearest", help="Take what is another function as a start for training.")
+    ] = False,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="The config.json of a file that has none beside it.")
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Of the largest file: 5GB, 500MB, ...")
+    ] = "5GB",
+    seed: Annotated[int, typer.Option("--seed", help="Of what has no source and is drawn at random.")] = 0,
+    account: Annotated[
+        Path | None, typer.Option("--account", metavar="FILE", help="Where every tensor went, as JSON.")
+    ] = None,
+) -> None:
+    """Make a Falcon checkpoint of another model's, or the other way round, and say where every tensor went.
+
+    Takes DeltaNet and linear attention of flash-linear-attention, which stay the same function; Llama, Mistral, Qwen
+    and SmolLM, as a start for training, but for the layers that are kept; and checkpoints of training code.
+
+    **Examples**
+
+        falcon-hf convert delta_net-1.3B my-falcon
+
+        falcon-hf convert SmolLM2-135M my-hybrid --keep-attention every:8 --set rule=falcon_1
+
+        falcon-hf convert my-falcon my-falcon-3 --to falcon_3
+
+        falcon-hf convert ckpt.pt my-falcon --config config.json
+    """
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    for path, what in ((output, "OUTPUT"), (account, "--account")):
+        if path is not None and path.exists():
+            raise UserError(f"{what} is {str(path)!r}, which is there already; give a name that is not.")
+    options = {
+        "keep_attention": keep_layers(keep_attention),
+        "fields": dict(map(parse_field, set_fields or [])),
+        "max_shard_bytes": _bytes(max_shard_size),
+    }
+    with _status("loading"):
+        from .conversion import convert as run
+    console = _errors()
+    columns = (TextColumn("writing"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def progress(name: str, done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        try:
+            result = run(source, output, to, config=config, nearest=nearest, seed=seed, progress=progress, **options)
+            if account is not None:
+                from .memory_falcon_fast_weight import write_atomically
+
+                write_atomically(account, (json.dumps(asdict(result), indent=2) + "\n").encode())
+        except ValueError as error:
+            problems = str(error).splitlines()
+            last = f"\ncannot convert {source}; nothing was written." if len(problems) > 1 else ""
+            raise UserError("\n".join(problems) + last) from error
+        except OSError as error:
+            raise UserError(f"cannot convert {source}: {error.strerror or error}.") from error
+    _print_account(result)
+    if output is not None:
+        _say(f"{len(result.made) + sum(map(len, result.taken.values())):,} tensors written in {output}")
+
+
 def main() -> None:
     """Runs the command; what the user did wrong is one line on standard error and exit code 2."""
     streams: tuple[Any, ...] = (sys.stdin, sys.stdout, sys.stderr)
@@ -620,6 +726,53 @@ def _print_trace(trace: "MemoryTrace", tokens: list[str]) -> None:
     console.print(surprises)
 
 
+def keep_layers(text: str) -> Any:
+    """The layers that `--keep-attention` names, as a function of their number."""
+    if text == "all":
+        return range
+    if match := re.fullmatch(r"every:([1-9]\d*)", text):
+        return lambda count: range(0, count, int(match[1]))
+    if not re.fullmatch(r"(\d+(,\d+)*)?", text):
+        raise UserError(f"--keep-attention is {text!r}; it must be numbers such as 0,8,16, every:4, or all.")
+    return [int(number) for number in text.split(",") if number]
+
+
+def parse_field(text: str) -> tuple[str, Any]:
+    """Name and value of `FIELD=VALUE`, the value as JSON, or as it stands where it is none."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UserError(f"--set is {text!r}; it must be FIELD=VALUE.")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+)(KB|MB|GB)", text.upper())
+    if match is None or match[1] == "0":
+        raise UserError(f"--max-shard-size is {text!r}; it must be a size such as 5GB or 500MB.")
+    return int(match[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2]]
+
+
+def _print_account(account: "Account") -> None:
+    """Prints where the tensors went, layers of one kind in one line, and what the result does not compute alike."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "layers", box=SIMPLE_HEAD)
+    table.add_column("tensor", overflow="fold")
+    table.add_column("how, or why not")
+    for what, before, after, how, count in account.rows():
+        names = [before] if before == after else [before, f"→ {after}"] if before and after else [before or after]
+        table.add_row(what, str(count), "\n".join(names), how)
+    console = Console(file=sys.stdout)
+    console.print(table)
+    for sentence in account.lost or ["The same function as its source."]:
+        console.print(sentence, highlight=False)
+
+
 def _facts(network: Any) -> list[tuple[str, str]]:
     """What `info` prints, line by line."""
     import torch
@@ -682,9 +835,13 @@ def _cache_of(output: Any) -> Any:
 
 def _status(message: str):
     """A turning wheel with a message on standard error; nothing where that is not a terminal."""
+    return _errors().status(message)
+
+
+def _errors() -> Any:
     from rich.console import Console
 
-    return Console(stderr=True).status(message)
+    return Console(stderr=True)
 
 
 def _first_sentence(error: Exception) -> str:

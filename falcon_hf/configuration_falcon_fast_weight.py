@@ -82,6 +82,7 @@ class FalconFastWeightConfig(PreTrainedConfig):
         output_gate: whether a SiLU gate multiplies the output of the heads.
         layer_types: `linear_attention` (fast weights, the default) or `full_attention` for each layer.
         num_key_value_heads, rope_parameters, attention_bias, max_position_embeddings: full_attention's.
+        attention_qk_norm: whether queries and keys of full_attention have an RMS norm with a weight, as in Qwen3.
         hidden_act, rms_norm_eps, initializer_range, tie_word_embeddings, use_cache, token ids: as usual.
     """
 
@@ -94,6 +95,8 @@ class FalconFastWeightConfig(PreTrainedConfig):
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
         "layers.*.self_attn.o_proj": "rowwise",
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
@@ -135,6 +138,7 @@ class FalconFastWeightConfig(PreTrainedConfig):
     num_key_value_heads: int | None = None
     rope_parameters: dict | None = None
     attention_bias: bool = False
+    attention_qk_norm: bool = False
     max_position_embeddings: int = 2048
     hidden_act: str = "silu"
     rms_norm_eps: float | int = 1e-6

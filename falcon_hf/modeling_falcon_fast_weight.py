@@ -29,6 +29,7 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.hub import create_and_tag_model_card
 from transformers.utils.output_capturing import capture_outputs
@@ -358,7 +359,8 @@ class FalconFastWeightDecoderLayer(GradientCheckpointingLayer):
         if self.layer_type == "linear_attention":
             self.linear_attn = FalconFastWeightAttention(config, layer_idx)
         else:
-            self.self_attn = LlamaAttention(config, layer_idx)  # type: ignore[arg-type]
+            attention = Qwen3Attention if config.attention_qk_norm else LlamaAttention
+            self.self_attn = attention(config, layer_idx)  # type: ignore[arg-type]
         self.mlp = LlamaMLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -388,7 +390,7 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": FalconFastWeightDecoderLayer,
-        "attentions": LlamaAttention,
+        "attentions": [LlamaAttention, Qwen3Attention],
     }
 
     def _init_weights(self, module: nn.Module) -> None:
