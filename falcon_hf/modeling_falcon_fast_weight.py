@@ -1,5 +1,6 @@
 """Falcon fast-weight language models: the mixer, usable alone, and the model around it."""
 
+import inspect
 import math
 import os
 import re
@@ -41,6 +42,7 @@ from .cache_falcon_fast_weight import (
 )
 from .code_falcon_fast_weight import carry_code
 from .configuration_falcon_fast_weight import FalconFastWeightConfig
+from .generation_falcon_fast_weight import generate_on_device
 
 SHORTEST_MEMORY, LONGEST_MEMORY = 8, 1024
 
@@ -653,6 +655,7 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # noqa: RUF012
+    generate_on_device = staticmethod(generate_on_device)
 
     def __init__(self, config: FalconFastWeightConfig):
         super().__init__(config)
@@ -725,6 +728,16 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
                     f"attention_mask, by default that of input_ids, is for {length} tokens, but cache has read {read}; "
                     "it must be for those and at least one more."
                 )
+
+    def _extract_generation_mode_kwargs(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer):
+        """As in transformers, which keeps these from a callable custom_generate, even from one that takes them."""
+        given = {"assistant_model": assistant_model, "streamer": streamer, "tokenizer": kwargs.get("tokenizer")}
+        options = (custom_generate, kwargs, synced_gpus, assistant_model, streamer)
+        found = super()._extract_generation_mode_kwargs(*options)  # type: ignore[misc]
+        if callable(custom_generate):
+            taken = inspect.signature(custom_generate).parameters
+            found |= {name: value for name, value in given.items() if name in taken and value is not None}
+        return found
 
     def _assisted_decoding(self, input_ids, *args, **kwargs):
         """As in transformers, which reads all of input_ids at first, but without what a given cache has read."""
