@@ -115,42 +115,41 @@ def assert_same_cache(have, want):
 
 
 @pytest.mark.parametrize("case", PURE)
-def test_greedy_text_of_a_padded_batch(case, way):
-    model, ids = tiny_model(**CASES[case]), tokens(3, 7)
+def test_greedy_text_of_a_padded_batch(case, tapes):
+    model, ids = tiny_model(**CASES[case], num_hidden_layers=2), tokens(3, 7)
     mask = torch.ones_like(ids)
     mask[0, :5], mask[2, :2] = 0, 0
-    options = {"attention_mask": mask, "max_new_tokens": 22, "do_sample": False, "eos_token_id": None}
+    options = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
     want, have = both(model, ids, **options)
     assert have.tolist() == want.tolist()
-    ends = {"eos_token_id": [want[0, 9].item(), want[1, 12].item()], "pad_token_id": 0}
+    ends = {"eos_token_id": [want[0, 9].item(), want[1, 11].item()], "pad_token_id": 0}
     want, have = both(model, ids, **options | ends)
     assert have.tolist() == want.tolist()
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-@pytest.mark.parametrize("per_replay", [1, 5])
-def test_a_seed_draws_the_text_that_generate_draws(name, per_replay, way):
-    model, ids = tiny_model(), tokens(2, 6)
+def test_a_seed_draws_the_text_that_generate_draws(name, way):
+    model, ids = tiny_model(num_hidden_layers=2), tokens(2, 6)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     options = {"do_sample": True, "max_new_tokens": 17, "num_return_sequences": 2, "attention_mask": mask}
-    want, have = both(model, ids, per_replay=per_replay, **options, **SAMPLING[name])
+    want, have = both(model, ids, per_replay=5, **options, **SAMPLING[name])
     assert have.tolist() == want.tolist()
-    other = both(model, ids, seed=4, per_replay=per_replay, **options, **SAMPLING[name])[1]
+    other = both(model, ids, seed=4, per_replay=5, **options, **SAMPLING[name])[1]
     assert other.tolist() != have.tolist()
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 6])
+@pytest.mark.parametrize("count", [1, 2, 5, 10])
 def test_lengths_around_those_of_a_replay(count, way):
-    model, ids = tiny_model(), tokens(2, 6)
+    model, ids = tiny_model(num_hidden_layers=2), tokens(2, 6)
     want, have = both(model, ids, max_new_tokens=count, do_sample=False, return_dict_in_generate=True)
     assert have.sequences.tolist() == want.sequences.tolist()
     assert_same_cache(cache_of(have), cache_of(want))
 
 
-@pytest.mark.parametrize("case", [*RULES, "3-before", "2-gate-values", "3a-normalized"])
-def test_a_returned_cache_has_read_the_text_and_is_continued(case, way):
-    model, ids = tiny_model(**CASES[case]), tokens(2, 6)
+@pytest.mark.parametrize("case", [*RULES, "3-before", "2-gate-values"])
+def test_a_returned_cache_has_read_the_text_and_is_continued(case, tapes):
+    model, ids = tiny_model(**CASES[case], num_hidden_layers=2), tokens(2, 6)
     text = model.generate(ids, max_new_tokens=12, do_sample=False)
     options = {"do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
     ends = {"eos_token_id": sorted({*text[0, 9:].tolist(), *text[1, 9:].tolist()}), "min_new_tokens": 3}
@@ -173,7 +172,7 @@ def test_a_returned_cache_has_read_the_text_and_is_continued(case, way):
 
 
 def test_inputs_embeds_and_a_prompt_in_chunks(way):
-    model, ids = tiny_model(), tokens(2, 9)
+    model, ids = tiny_model(num_hidden_layers=2), tokens(2, 9)
     options = {"max_new_tokens": 9, "do_sample": False}
     want, have = both(model, None, inputs_embeds=model.get_input_embeddings()(ids).detach(), **options)
     assert have.tolist() == want.tolist()
@@ -192,7 +191,7 @@ class Recorder:
 
 
 def test_streamers_get_the_tokens_that_are_in_the_text(way):
-    model, ids = tiny_model(), tokens(1, 6)
+    model, ids = tiny_model(num_hidden_layers=2), tokens(1, 6)
     text = model.generate(ids, max_new_tokens=12, do_sample=False)[0, 6:].tolist()
     end = next(token for token in text if text.index(token) == 5)
     calls = []
@@ -217,7 +216,7 @@ class EndsWith(StoppingCriteria):
 
 @pytest.mark.parametrize("ends", [{}, {"eos_token_id": 39, "pad_token_id": 0}])
 def test_criteria_of_the_caller_end_the_text_at_the_very_token(ends, way):
-    model, ids = tiny_model(), tokens(2, 6)
+    model, ids = tiny_model(num_hidden_layers=2), tokens(2, 6)
     text = model.generate(ids, max_new_tokens=20, do_sample=False)[:, 6:]
     wanted = text[0, 4].item(), text[1, 10].item()
     results, lengths = [], []
@@ -246,7 +245,7 @@ def test_stop_strings_with_the_tokenizer(checkpoint, way):
 
 
 def test_max_time_ends_the_text_after_a_replay(monkeypatch, way):
-    model, ids = tiny_model(), tokens(1, 6)
+    model, ids = tiny_model(num_hidden_layers=2), tokens(1, 6)
     ticks = iter(range(1000))
     monkeypatch.setattr(time, "time", lambda: next(ticks))
     options = {"custom_generate": generate_on_device, "tokens_per_replay": 4, "max_time": 2.5}
@@ -344,7 +343,7 @@ def test_a_graph_serves_the_calls_that_are_like_its_own(tapes):
 
 
 def test_a_failed_capture_leaves_the_cache_with_the_prompt(monkeypatch):
-    model, ids = tiny_model(), tokens(2, 6)
+    model, ids = tiny_model(num_hidden_layers=2), tokens(2, 6)
 
     def capture(step, count, device):
         step(0)
