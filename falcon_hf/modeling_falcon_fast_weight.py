@@ -257,15 +257,15 @@ class FalconFastWeightAttention(nn.Module):
     def _gain(self, hidden_states: Tensor) -> Tensor:
         """[B, T, H] or [B, T, H, V] gain in [0, 2], or step size in [0, step_size_max], at least in fp32."""
         largest = 2.0 if self.rule.step_size == "gain" else self.config.step_size_max
-        gain = largest * torch.sigmoid(_wide(self.gain_proj(hidden_states)) + _wide(self.gain_bias))
+        gain = largest * torch.sigmoid(_wide(self.gain_proj(hidden_states)) + self.gain_bias)
         return gain.unflatten(-1, (self.num_heads, self.value_dim)) if self.rule.per_channel else gain
 
     def _ridge(self, hidden_states: Tensor) -> Tensor | None:
         """[B, T, H] ridge in [0, ridge_scale], at least in fp32."""
         if self.ridge_proj is None:
             return None
-        logits = _wide(self.ridge_proj(hidden_states)) + _wide(self.ridge_bias)
-        return self.config.ridge_scale * torch.sigmoid(logits)
+        ridge = torch.sigmoid(_wide(self.ridge_proj(hidden_states)) + self.ridge_bias)
+        return ridge if self.config.ridge_scale == 1 else self.config.ridge_scale * ridge
 
     def _features(self, x: Tensor) -> Tensor:
         x = _normalize(x, self.config.qk_norm, self.config.rms_norm_eps)
@@ -282,6 +282,10 @@ class FalconFastWeightAttention(nn.Module):
         context = None
         if slot is not None:
             context = torch.cat([before.to(v.dtype), torch.cat([q, k, v], -1)], 1)
+            if q.shape[1] == 1:  # all channels at once, which is fewer operations
+                weight = torch.cat([self.q_conv.weight, self.k_conv.weight, self.v_conv.weight])
+                convolved = F.silu((context * weight.T).sum(1, keepdim=True)).to(v.dtype)
+                return (*convolved.split([q.shape[-1], k.shape[-1], v.shape[-1]], -1), context)
         convolved = (
             convolution(x, part, age)
             for convolution, x, part in zip((self.q_conv, self.k_conv, self.v_conv), (q, k, v), parts, strict=True)
@@ -350,9 +354,9 @@ FEATURE_MAPS = {
 def _normalize(x: Tensor, norm: str, epsilon: float) -> Tensor:
     if norm == "none":
         return x
-    squares = _wide(x).square()
-    size = squares.mean(-1, keepdim=True) if norm == "rms" else squares.sum(-1, keepdim=True)
-    return (_wide(x) * torch.rsqrt(size + epsilon)).to(x.dtype)
+    if norm == "rms":
+        return F.rms_norm(x, x.shape[-1:], eps=epsilon)
+    return (_wide(x) * torch.rsqrt(_wide(x).square().sum(-1, keepdim=True) + epsilon)).to(x.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -757,8 +761,16 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
     def prepare_inputs_for_generation(
         self, input_ids, next_sequence_length=None, is_first_iteration=False, inputs_embeds=None, **kwargs
     ):
-        """As in transformers, for a first pass of assisted decoding too that goes on from a given cache."""
+        """As in transformers, for a first pass of assisted decoding too that goes on from a given cache.
+
+        After the first pass of a text all tokens are real, so that fast-weight layers need no mask.
+        """
         cache = kwargs.get(CACHE_NAME)
+        only_fast_weights = "full_attention" not in self.config.layer_types
+        if only_fast_weights and cache is not None and next_sequence_length is not None and not is_first_iteration:
+            for name in ("attention_mask", "position_ids", "labels"):
+                kwargs.pop(name, None)
+            return {"input_ids": input_ids[:, -next_sequence_length:].contiguous(), **kwargs}
         if is_first_iteration and getattr(cache, "tokens_to_skip", 0):
             next_sequence_length = input_ids.shape[1] - cache.tokens_to_skip
             cache.tokens_to_skip = 0
