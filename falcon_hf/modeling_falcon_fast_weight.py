@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import tempfile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,11 @@ class FalconFastWeightAttention(nn.Module):
             config.head_dim,
             config.value_head_dim,
         )
+        # Read here once, since transformers makes reading a field of a config slow.
+        self.largest_gain = 2.0 if self.rule.step_size == "gain" else config.step_size_max
+        self.ridge_scale, self.read_scale = config.ridge_scale, config.read_scale
+        self.qk_norm, self.value_norm, self.norm_epsilon = config.qk_norm, config.value_norm, config.rms_norm_eps
+        self.feature_map, self.conv_size = config.feature_map, config.conv_size
         key_channels, value_channels = self.num_heads * self.head_dim, self.num_heads * self.value_dim
         self.q_proj = nn.Linear(config.hidden_size, key_channels, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, key_channels, bias=False)
@@ -203,11 +209,11 @@ class FalconFastWeightAttention(nn.Module):
             )
         if slot is not None:
             lengths = None if rows is None else rows.lengths
-            window = None if context is None else last_tokens(context, self.config.conv_size - 1, lengths)
+            window = None if context is None else last_tokens(context, self.conv_size - 1, lengths)
             slot.update(state, window, q.shape[1])
 
-        if self.config.read_scale != 1:
-            out = out * self.config.read_scale
+        if self.read_scale != 1:
+            out = out * self.read_scale
         out = self.o_norm(out.to(self.o_norm.weight.dtype)).to(v.dtype).flatten(-2)
         if self.g_proj is not None:
             out = out * F.silu(self.g_proj(hidden_states))
@@ -249,15 +255,14 @@ class FalconFastWeightAttention(nn.Module):
         k = self._features(k.unflatten(-1, (self.num_heads, self.head_dim)))
         v = _normalize(
             v.unflatten(-1, (self.num_heads, self.value_dim)),
-            self.config.value_norm,
-            self.config.rms_norm_eps,
+            self.value_norm,
+            self.norm_epsilon,
         )
         return q, k, v, gain, ridge, context
 
     def _gain(self, hidden_states: Tensor) -> Tensor:
         """[B, T, H] or [B, T, H, V] gain in [0, 2], or step size in [0, step_size_max], at least in fp32."""
-        largest = 2.0 if self.rule.step_size == "gain" else self.config.step_size_max
-        gain = largest * torch.sigmoid(_wide(self.gain_proj(hidden_states)) + self.gain_bias)
+        gain = self.largest_gain * torch.sigmoid(_wide(self.gain_proj(hidden_states)) + self.gain_bias)
         return gain.unflatten(-1, (self.num_heads, self.value_dim)) if self.rule.per_channel else gain
 
     def _ridge(self, hidden_states: Tensor) -> Tensor | None:
@@ -265,11 +270,10 @@ class FalconFastWeightAttention(nn.Module):
         if self.ridge_proj is None:
             return None
         ridge = torch.sigmoid(_wide(self.ridge_proj(hidden_states)) + self.ridge_bias)
-        return ridge if self.config.ridge_scale == 1 else self.config.ridge_scale * ridge
+        return ridge if self.ridge_scale == 1 else self.ridge_scale * ridge
 
     def _features(self, x: Tensor) -> Tensor:
-        x = _normalize(x, self.config.qk_norm, self.config.rms_norm_eps)
-        return FEATURE_MAPS[self.config.feature_map](x)
+        return FEATURE_MAPS[self.feature_map](_normalize(x, self.qk_norm, self.norm_epsilon))
 
     def _convolve(
         self, q: Tensor, k: Tensor, v: Tensor, slot, age: Tensor | None
@@ -284,8 +288,8 @@ class FalconFastWeightAttention(nn.Module):
             context = torch.cat([before.to(v.dtype), torch.cat([q, k, v], -1)], 1)
             if q.shape[1] == 1:  # all channels at once, which is fewer operations
                 weight = torch.cat([self.q_conv.weight, self.k_conv.weight, self.v_conv.weight])
-                convolved = F.silu((context * weight.T).sum(1, keepdim=True)).to(v.dtype)
-                return (*convolved.split([q.shape[-1], k.shape[-1], v.shape[-1]], -1), context)
+                qkv = F.silu((context * weight.T).sum(1, keepdim=True)).to(v.dtype)
+                return (*qkv.split([q.shape[-1], k.shape[-1], v.shape[-1]], -1), context)
         convolved = (
             convolution(x, part, age)
             for convolution, x, part in zip((self.q_conv, self.k_conv, self.v_conv), (q, k, v), parts, strict=True)
@@ -302,11 +306,11 @@ class FalconFastWeightAttention(nn.Module):
             dtype=like.dtype,
             device=like.device,
         )
-        return state, self._empty_window(batch, like) if self.config.conv_size else None
+        return state, self._empty_window(batch, like) if self.conv_size else None
 
     def _empty_window(self, batch: int, like: Tensor) -> Tensor:
         channels = self.num_heads * (2 * self.head_dim + self.value_dim)
-        return like.new_zeros(batch, self.config.conv_size - 1, channels)
+        return like.new_zeros(batch, self.conv_size - 1, channels)
 
 
 def initial_ridge_bias(config: FalconFastWeightConfig) -> Tensor:
@@ -577,7 +581,7 @@ class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
             inputs_embeds = torch.where(tokens, inputs_embeds, 0)
 
         hidden_states = inputs_embeds
-        for layer in self.layers[: self.config.num_hidden_layers]:
+        for layer in islice(self.layers, self.config.num_hidden_layers):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=rows if layer.layer_type == "linear_attention" else masks["full_attention"],

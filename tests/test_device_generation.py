@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoTokenizer,
+    CompileConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessor,
@@ -179,6 +180,14 @@ def test_inputs_embeds_and_a_prompt_in_chunks(way):
     assert have.tolist() == both(model, ids, prefill_chunk_size=4, **options)[1][:, 9:].tolist()
 
 
+def test_a_compiled_pass():
+    model, ids = tiny_model(num_hidden_layers=2), tokens(2, 5)
+    compiling = CompileConfig(backend="eager", mode="default", fullgraph=True)
+    want, have = both(model, ids, max_new_tokens=9, do_sample=True, compile_config=compiling)
+    assert have.tolist() == want.tolist()
+    assert model._last_compile_config == compiling
+
+
 class Recorder:
     def __init__(self):
         self.calls = []
@@ -266,6 +275,7 @@ class Constant(LogitsProcessor):
         ({"logits_processor": LogitsProcessorList([Constant()])}, "the logits processor Constant"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
         ({"use_cache": False}, "use_cache=False"),
+        ({"compile_config": CompileConfig()}, "compile_config with mode 'reduce-overhead'"),
     ],
 )
 def test_what_it_does_not_do_is_refused_before_anything_is_read(options, named):
