@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from tiny_models import CASES, RULES, cache_of, tiny_model, tokens
+from transformers import CompileConfig
 
 from falcon_hf import FalconFastWeightConfig, FalconFastWeightForCausalLM, generate_on_device
 from falcon_hf import generation_falcon_fast_weight as generation
@@ -70,6 +71,16 @@ def test_seeds_decide():
     rows = texts[0]
     assert rows[0][20:] != rows[1][20:]
     assert model.generate(ids, do_sample=True, max_new_tokens=40, eos_token_id=None, **ON_DEVICE).tolist() != texts[3]
+
+
+@pytest.mark.slow
+def test_a_compiled_pass():
+    model, ids = on_gpu(), tokens(2, 5).cuda()
+    options = {"max_new_tokens": 40, "do_sample": False, **ON_DEVICE}
+    want = model.generate(ids, **options)
+    compiling = CompileConfig(mode="default", fullgraph=True)
+    assert model.generate(ids, compile_config=compiling, **options).tolist() == want.tolist()
+    assert model.generate(ids, **options).tolist() == want.tolist()
 
 
 def test_runs_wait_for_nothing_and_take_no_memory():
