@@ -5,8 +5,9 @@
 
 Models of 124 million parameters, random weights, bfloat16, prompts of 128 tokens, greedy. The speed is that of the
 tokens after the first. The second table has the time of a token after a short and after a long context, which take
-turns, and the bytes of what is kept: for the Transformer those of a token times the context. DeltaNet is that of flash-linear-attention, where it is installed. What fails is
-reported as it failed. With --tiny models of the bundled size show that all of it runs, on a CPU too.
+turns, and the bytes of what is kept: for the Transformer those of a token times the context. DeltaNet is that of
+flash-linear-attention, where it is installed. What fails is reported as it failed. With --tiny models of the bundled
+size show that all of it runs, on a CPU too.
 """
 
 import argparse

@@ -135,6 +135,7 @@ def generate_on_device(
         tuple(map(_described, logits_processor)),
         _room(most + tokens_per_replay) if _reads_tokens(logits_processor) else 0,
         None if compiling is None else compiling.to_dict(),
+        torch.is_inference_mode_enabled(),
     )
     call = model if compiling is None else model.get_compiled_call(compiling)
     loop = _loop(model, call, cache, settings, logits_processor)
@@ -241,6 +242,7 @@ class Settings(NamedTuple):
     processors: tuple[tuple, ...]
     room: int  # places for tokens, if a processor reads them
     compiling: dict[str, Any] | None  # options of torch.compile
+    inference: bool  # whether in inference mode, whose tensors cannot be written outside of it
 
 
 class Loop:
@@ -305,7 +307,7 @@ class Loop:
     def take(self, chosen: Tensor, place: int) -> None:
         """Notes [B] tokens, and which rows they end."""
         if self.settings.pad is not None:
-            chosen = torch.where(self.unfinished, chosen, self.settings.pad)
+            chosen = chosen.masked_fill(~self.unfinished, self.settings.pad)
             self.unfinished.logical_and_((chosen[:, None] != self.ends).all(-1))
             self.running[place] = self.unfinished.any()
         self.tokens[:, place] = chosen

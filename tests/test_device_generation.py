@@ -345,6 +345,9 @@ def test_a_graph_serves_the_calls_that_are_like_its_own(tapes):
     assert calls(num_return_sequences=2) == 7
     handle.remove()
     assert calls(num_return_sequences=2) == 8
+    with torch.inference_mode():
+        assert calls(num_return_sequences=2) == 9
+    assert calls(num_return_sequences=2) == 10
     del model, handle
     models.clear()
     tapes.clear()
