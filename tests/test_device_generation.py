@@ -140,6 +140,16 @@ def test_a_seed_draws_the_text_that_generate_draws(name, way):
     assert other.tolist() != have.tolist()
 
 
+def test_padding_is_penalized_as_a_repetition_where_generate_does_so(way):
+    model, ids = tiny_model(num_hidden_layers=2), tokens(2, 4)
+    options = {"do_sample": False, "max_new_tokens": 12}
+    text = model.generate(ids, repetition_penalty=5.0, **options)
+    padded = torch.cat([text[:, -12:], ids], 1)  # what it would have written
+    mask = torch.tensor([[0] * 12 + [1] * 4, [0] * 9 + [1] * 7])
+    want, have = both(model, padded, attention_mask=mask, repetition_penalty=5.0, **options)
+    assert have.tolist() == want.tolist()
+
+
 @pytest.mark.parametrize("count", [1, 2, 5, 10])
 def test_lengths_around_those_of_a_replay(count, way):
     model, ids = tiny_model(num_hidden_layers=2), tokens(2, 6)
