@@ -83,7 +83,8 @@ def generate_on_device(
     A row that has ended is padded. Up to `tokens_per_replay` - 1 tokens more than the text has are computed and thrown
     away; a cache that is returned, or that was given, is put back to the tokens of the text. Streamers get tokens in
     turn, but several at a time. Stopping criteria other than lengths and end tokens (stop strings, your own) are asked
-    about every token, after a replay, and the text ends at the very token; `max_time` ends it after a replay.
+    about every token, after a replay, and the text ends at the very token; `max_time` ends it after a replay. What was
+    drawn and thrown away has moved the generator on.
 
     It does temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff, repetition_penalty, min_length, min_new_tokens,
     suppress_tokens and renormalize_logits. With a `compile_config` of mode `default` the pass of a step is compiled by

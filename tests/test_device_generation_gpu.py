@@ -47,7 +47,7 @@ def test_greedy_text_of_a_padded_batch(case):
 @pytest.mark.parametrize("options", [{}, {"top_k": 4, "temperature": 0.7}, {"top_p": 0.8, "repetition_penalty": 1.3}])
 def test_tokens_are_drawn_as_generate_draws_them(options):
     """The counts of the third and the last token against those of generate, by a chi-square test of homogeneity."""
-    model, ids, draws = on_gpu(vocab_size=7), tokens(1, 5).cuda() % 7, 4096
+    model, ids, draws = on_gpu(vocab_size=7), tokens(1, 5).cuda().clamp(max=6), 4096
     options |= {"do_sample": True, "max_new_tokens": 20, "num_return_sequences": draws, "eos_token_id": None}
     torch.manual_seed(1)
     want = model.generate(ids, **options)
@@ -116,13 +116,3 @@ def test_a_plain_step_waits_for_nothing(rule):
             model(ids[:, :1], use_cache=True, **{CACHE_NAME: cache})
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-def test_a_failed_capture_leaves_the_cache_with_the_prompt():
-    model, ids = on_gpu(), tokens(2, 5).cuda()
-    handle = model.model.norm.register_forward_hook(lambda module, args, output: output / output.max().item())
-    with pytest.raises(RuntimeError, match="the loop cannot be captured"):
-        model.generate(ids, max_new_tokens=20, **ON_DEVICE)
-    handle.remove()
-    want = model.generate(ids, max_new_tokens=20, do_sample=False)
-    assert model.generate(ids, max_new_tokens=20, do_sample=False, **ON_DEVICE).tolist() == want.tolist()
