@@ -358,6 +358,7 @@ class GraphLoop(Loop):
         super().__init__(cache, settings, processors, model.config.vocab_size, model.device)
         self.depends_on = _depends_on(model)
         self.read = settings.steps
+        model(input_ids=self.token, use_cache=True, **{CACHE_NAME: cache})  # makes the tensors of the state
         self.graph = GRAPHS[model.device.type](lambda place: self.step(call, place), settings.steps, model.device)
 
     def run(self, call: Callable, steps: int) -> None:
