@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from report import report
 from rich.progress import Progress
-from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import CompileConfig, GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from falcon_hf import FalconFastWeightConfig, FalconFastWeightForCausalLM, cache_nbytes, generate_on_device
@@ -131,7 +131,13 @@ def main() -> None:
     size = "tiny" if arguments.tiny else "130m"
     tokens, contexts = (20, (128, 1_024)) if arguments.tiny else (TOKENS, CONTEXTS)
     compiling = CompileConfig(mode="default", fullgraph=True, backend="eager" if arguments.tiny else "inductor")
-    ours = {"generate": {}, "loop on the device": LOOP, "the same, compiled": {**LOOP, "compile_config": compiling}}
+    without = {"custom_generate": GenerationMixin._sample}  # transformers' own loop
+    ours = {
+        "generate": {},
+        "generate, without graphs": without,
+        "loop on the device": LOOP,
+        "the same, compiled": {**LOOP, "compile_config": compiling},
+    }
     theirs = {"generate": {}, "generate, static cache, compiled": {"cache_implementation": "static"}}
 
     configs = {rule: FalconFastWeightConfig.from_preset(f"{rule}-{size}") for rule in arguments.rules}

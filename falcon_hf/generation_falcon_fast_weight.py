@@ -9,6 +9,7 @@ copying.
 """
 
 from collections.abc import Callable
+from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -48,8 +49,10 @@ OF_SCORES_ALONE = (
     EpsilonLogitsWarper,
     LogitNormalization,
 )
+SHORTEST_TEXT = 16  # new tokens from which on `generate` makes a graph of its own accord
 SHORTEST = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
 PROCESSORS = (*OF_SCORES_ALONE, *SHORTEST, RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor)
+DRAWING = RLock()  # one thread at a time: PyTorch 2.11 refuses to draw anywhere during a capture
 KNOWN_MODULES = ("torch.", "transformers.", "transformers_modules.", "falcon_hf.")
 
 
@@ -161,7 +164,7 @@ def generate_on_device(
         length += kept
         if ended or length >= most or any(bool(clock(sequences[:, :length], None).any()) for clock in clocks):
             break
-        if needs_cache:
+        if needs_cache and tokens_per_replay > 1:
             before = loop.snapshot(before)
         made = min(tokens_per_replay, most - length)
         loop.run(call, made)
@@ -177,6 +180,14 @@ def generate_on_device(
     if not generation_config.return_dict_in_generate:
         return sequences
     return GenerateDecoderOnlyOutput(sequences=sequences, **{CACHE_NAME: cache})
+
+
+def worth_a_graph(model: PreTrainedModel, input_ids: Tensor, stopping_criteria: StoppingCriteriaList) -> bool:
+    """Whether `generate` of itself replays a graph for each token: a model that a graph can be kept for, on CUDA, and
+    a text of more tokens than a capture costs."""
+    if model.device.type not in GRAPHS or stopping_criteria.max_length is None or _depends_on(model) is None:
+        return False
+    return stopping_criteria.max_length - input_ids.shape[1] >= SHORTEST_TEXT
 
 
 def refusal(
@@ -209,6 +220,8 @@ def refusal(
         what = "use_cache=False"
     elif any(getattr(layer, "record_past", False) for layer in layers):
         what = "a cache that records what it reads"
+    elif generation_config.is_assistant:
+        what = "an assistant's text"
     elif stopping_criteria.max_length is None:
         what = "a text without a largest length"
     elif len({parameter.device for parameter in model.parameters()}) > 1:
@@ -229,7 +242,8 @@ def choose(scores: Tensor, sample: bool) -> Tensor:
     if not sample:
         return scores.argmax(-1)
     chances = scores.softmax(-1)
-    return (chances / torch.empty_like(chances).exponential_()).argmax(-1)
+    with DRAWING:
+        return (chances / torch.empty_like(chances).exponential_()).argmax(-1)
 
 
 class Settings(NamedTuple):
@@ -362,7 +376,8 @@ class GraphLoop(Loop):
         self.graph = GRAPHS[model.device.type](lambda place: self.step(call, place), settings.steps, model.device)
 
     def run(self, call: Callable, steps: int) -> None:
-        self.graph.replay()
+        with DRAWING:
+            self.graph.replay()
 
     def load(self, cache: Cache) -> None:
         """Takes the state in a cache."""
@@ -406,7 +421,8 @@ def _loop(
     if loop is None or loop.settings != settings or loop.depends_on != _depends_on(model):
         del loop  # its memory is for the next
         try:
-            loop = GraphLoop(model, call, settings, processors)
+            with DRAWING:
+                loop = GraphLoop(model, call, settings, processors)
         except RuntimeError as error:
             raise RuntimeError(f"the loop cannot be captured ({error}); leave out custom_generate.") from error
     loop.load(cache)

@@ -43,7 +43,7 @@ from .cache_falcon_fast_weight import (
 )
 from .code_falcon_fast_weight import carry_code
 from .configuration_falcon_fast_weight import FalconFastWeightConfig
-from .generation_falcon_fast_weight import generate_on_device
+from .generation_falcon_fast_weight import generate_on_device, refusal, worth_a_graph
 
 SHORTEST_MEMORY, LONGEST_MEMORY = 8, 1024
 
@@ -746,6 +746,23 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
             taken = inspect.signature(custom_generate).parameters
             found |= {name: value for name, value in given.items() if name in taken and value is not None}
         return found
+
+    def _sample(
+        self,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus=False,
+        streamer=None,
+        **kwargs,
+    ):
+        """As in transformers; on CUDA each token is one replay of a graph, where `generate_on_device` does the call."""
+        options = (logits_processor, stopping_criteria, generation_config)
+        on_device = not synced_gpus and worth_a_graph(self, input_ids, stopping_criteria)
+        if on_device and refusal(self, *options, None, kwargs) is None:
+            return generate_on_device(self, input_ids, *options, streamer=streamer, tokens_per_replay=1, **kwargs)
+        return super()._sample(input_ids, *options, synced_gpus=synced_gpus, streamer=streamer, **kwargs)  # type: ignore[misc]
 
     def _assisted_decoding(self, input_ids, *args, **kwargs):
         """As in transformers, which reads all of input_ids at first, but without what a given cache has read."""

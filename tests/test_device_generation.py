@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoTokenizer,
     CompileConfig,
+    GenerationMixin,
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessor,
@@ -31,6 +32,10 @@ from falcon_hf import generation_falcon_fast_weight as generation
 from falcon_hf.cache_falcon_fast_weight import CACHE_NAME
 
 PURE = [case for case, options in CASES.items() if "layer_types" not in options]
+WAYS = (
+    {"custom_generate": GenerationMixin._sample},
+    {"custom_generate": generate_on_device, "tokens_per_replay": 4},
+)
 ENDS = {"eos_token_id": [3, 5, 7], "pad_token_id": 0}
 SAMPLING = {
     "plain": {},
@@ -102,6 +107,8 @@ def both(model, ids, seed=3, per_replay=4, **options):
         kwargs = copy.deepcopy(options)
         if on_device:
             kwargs |= {"custom_generate": generate_on_device, "tokens_per_replay": per_replay}
+        else:
+            kwargs |= {"custom_generate": GenerationMixin._sample}
         results.append(model.generate(ids, **kwargs))
     return results
 
@@ -214,7 +221,7 @@ def test_streamers_get_the_tokens_that_are_in_the_text(way):
     text = model.generate(ids, max_new_tokens=12, do_sample=False)[0, 6:].tolist()
     end = next(token for token in text if text.index(token) == 5)
     calls = []
-    for options in ({}, {"custom_generate": generate_on_device, "tokens_per_replay": 4}):
+    for options in WAYS:
         streamer = Recorder()
         model.generate(ids, streamer=streamer, max_new_tokens=12, do_sample=False, eos_token_id=end, **options)
         calls.append(streamer.calls)
@@ -239,7 +246,7 @@ def test_criteria_of_the_caller_end_the_text_at_the_very_token(ends, way):
     text = model.generate(ids, max_new_tokens=20, do_sample=False)[:, 6:]
     wanted = text[0, 4].item(), text[1, 10].item()
     results, lengths = [], []
-    for options in ({}, {"custom_generate": generate_on_device, "tokens_per_replay": 4}):
+    for options in WAYS:
         criterion = EndsWith(*wanted)
         criteria = StoppingCriteriaList([criterion])
         result = model.generate(ids, max_new_tokens=20, do_sample=False, stopping_criteria=criteria, **ends, **options)
@@ -258,7 +265,12 @@ def test_stop_strings_with_the_tokenizer(checkpoint, way):
     drawn = model.generate(ids, max_new_tokens=30, do_sample=True)[0, ids.shape[1] :].tolist()
     place = next(place for place in range(5, 30) if tokenizer.decode(drawn[place]).isalnum())
     stop = tokenizer.decode(drawn[place])
-    want, have = both(model, ids, max_new_tokens=30, do_sample=True, stop_strings=[stop], tokenizer=tokenizer)
+    options = {"max_new_tokens": 30, "do_sample": True, "stop_strings": [stop], "tokenizer": tokenizer}
+    texts = []
+    for way in ({}, {"custom_generate": generate_on_device, "tokens_per_replay": 4}):
+        torch.manual_seed(3)
+        texts.append(model.generate(ids, **options, **way))
+    want, have = texts
     assert have.tolist() == want.tolist()
     assert have.shape[1] <= ids.shape[1] + place + 1
 
@@ -363,6 +375,28 @@ def test_a_graph_serves_the_calls_that_are_like_its_own(tapes):
     tapes.clear()
     gc.collect()
     assert not generation.KEPT
+
+
+def test_generate_itself_replays_a_graph_for_each_token_where_that_pays(tapes):
+    model, ids = tiny_model(torch.float32, num_hidden_layers=2), tokens(2, 6)
+
+    def calls(**options):
+        options = {"max_new_tokens": 16, "do_sample": True, **options}
+        results = []
+        for way in ({"custom_generate": GenerationMixin._sample}, {}):
+            torch.manual_seed(3)
+            streamer = Recorder()
+            results.append((model.generate(ids, streamer=streamer, **options, **way).tolist(), streamer.calls))
+            results[-1] += (torch.rand(1).item(),)  # what is drawn afterwards
+        assert results[0] == results[1]
+        return len(tapes)
+
+    assert calls() == calls() == 1
+    assert calls(eos_token_id=[3, 4, 5], pad_token_id=0) == 2
+    assert calls(max_new_tokens=15) == 2
+    assert calls(no_repeat_ngram_size=2) == 2
+    model.model.norm.register_forward_hook(lambda module, args, output: output)
+    assert calls() == 2
 
 
 def test_a_failed_capture_leaves_the_cache_with_the_prompt(monkeypatch):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from tiny_models import CASES, RULES, cache_of, tiny_model, tokens
-from transformers import CompileConfig
+from transformers import CompileConfig, GenerationMixin
 
 from falcon_hf import FalconFastWeightConfig, FalconFastWeightForCausalLM, generate_on_device
 from falcon_hf import generation_falcon_fast_weight as generation
@@ -13,6 +13,7 @@ from falcon_hf.cache_falcon_fast_weight import CACHE_NAME
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 PURE = [case for case, options in CASES.items() if "layer_types" not in options]
+PLAIN = {"custom_generate": GenerationMixin._sample}  # transformers' own loop, without graphs
 ON_DEVICE = {"custom_generate": generate_on_device}
 
 
@@ -26,11 +27,13 @@ def test_greedy_text_of_a_padded_batch(case):
     mask = torch.ones_like(ids)
     mask[0, :5], mask[2, :2] = 0, 0
     options = {"attention_mask": mask, "max_new_tokens": 50, "do_sample": False}
-    want = model.generate(ids, **options)
+    want = model.generate(ids, **options, **PLAIN)
     assert model.generate(ids, **options, **ON_DEVICE).tolist() == want.tolist()
+    assert model.generate(ids, **options).tolist() == want.tolist()
+    assert generation.KEPT[model].settings.steps == 1
     options |= {"eos_token_id": [want[0, 9].item(), want[1, 30].item()], "pad_token_id": 0}
     options |= {"return_dict_in_generate": True, "repetition_penalty": 1.2}
-    want, have = model.generate(ids, **options), model.generate(ids, **options, **ON_DEVICE)
+    want, have = model.generate(ids, **options, **PLAIN), model.generate(ids, **options, **ON_DEVICE)
     assert have.sequences.tolist() == want.sequences.tolist()
     for a, b in zip(*(generation._tensors(cache_of(found)) for found in (have, want)), strict=True):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
@@ -39,7 +42,7 @@ def test_greedy_text_of_a_padded_batch(case):
     again = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False}
     texts = [
         model.generate(new, **again, **way, **{CACHE_NAME: copy.deepcopy(cache_of(have))}).tolist()
-        for way in ({}, ON_DEVICE)
+        for way in (PLAIN, ON_DEVICE)
     ]
     assert texts[0] == texts[1]
 
@@ -50,14 +53,15 @@ def test_tokens_are_drawn_as_generate_draws_them(options):
     model, ids, draws = on_gpu(vocab_size=7), tokens(1, 5).cuda().clamp(max=6), 4096
     options |= {"do_sample": True, "max_new_tokens": 20, "num_return_sequences": draws, "eos_token_id": None}
     torch.manual_seed(1)
-    want = model.generate(ids, **options)
-    torch.manual_seed(2)
-    have = model.generate(ids, **options, **ON_DEVICE)
-    for place in (7, 24):
-        a, b = (torch.bincount(text[:, place], minlength=7).double() for text in (want, have))
-        seen = a + b > 0
-        chi_square = ((a - b).square() / (a + b))[seen].sum().item()
-        assert chi_square < 28  # 6 degrees of freedom: less than 1 in 10,000
+    want = model.generate(ids, **options, **PLAIN)
+    for seed, way in ((2, ON_DEVICE), (3, {})):
+        torch.manual_seed(seed)
+        have = model.generate(ids, **options, **way)
+        for place in (7, 24):
+            a, b = (torch.bincount(text[:, place], minlength=7).double() for text in (want, have))
+            seen = a + b > 0
+            chi_square = ((a - b).square() / (a + b))[seen].sum().item()
+            assert chi_square < 28  # 6 degrees of freedom: less than 1 in 10,000
 
 
 def test_seeds_decide():
