@@ -4,6 +4,9 @@ The state of a sequence has one size, so that one CUDA graph holds several steps
 token, changes and chooses from its logits, notes the new token, and notes which rows have ended. Elsewhere the same
 steps run one after another.
 
+`generate_on_device` is for `custom_generate`. On CUDA `generate` itself goes the same way, one token a replay, so that
+nothing about it changes but its speed.
+
 The graph of the last call is kept for the next one that is like it, with a state of its own: caches go in and out by
 copying.
 """
