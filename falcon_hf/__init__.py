@@ -10,6 +10,7 @@ from transformers import (
 
 from .cache_falcon_fast_weight import cache_nbytes, falcon_cache
 from .configuration_falcon_fast_weight import FalconFastWeightConfig
+from .generation_falcon_fast_weight import NotOnDevice, generate_on_device
 from .inspection_falcon_fast_weight import MemoryTrace, inspect_memory
 from .memory_falcon_fast_weight import load_memory, save_memory
 from .memory_store_falcon_fast_weight import MemoryStore
@@ -40,8 +41,10 @@ __all__ = [
     "FalconFastWeightPreTrainedModel",
     "MemoryStore",
     "MemoryTrace",
+    "NotOnDevice",
     "cache_nbytes",
     "falcon_cache",
+    "generate_on_device",
     "inspect_memory",
     "load_memory",
     "save_memory",

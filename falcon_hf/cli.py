@@ -148,10 +148,15 @@ def generate(
         from transformers import set_seed
 
         set_seed(seed)
+    from .generation_falcon_fast_weight import NotOnDevice
+
     with _status(f"reading {ids.shape[1]:,} tokens") as status:
-        writer = Writer(tokenizer, text, before_text=status.stop)
         try:
-            output = network.generate(ids, streamer=writer, return_dict_in_generate=True, use_cache=True, **options)
+            writer = Writer(tokenizer, text, before_text=status.stop)
+            output = _generate(network, ids, writer, options)
+        except NotOnDevice:
+            writer = Writer(tokenizer, text, before_text=status.stop)
+            output = _generate(network, ids, writer, options, on_device=False)
         except ValueError as error:
             raise UserError(_first_sentence(error)) from error
     from .cache_falcon_fast_weight import cache_nbytes
@@ -586,6 +591,17 @@ def _generation_options(
         "max_new_tokens": max_new_tokens,
     }
     return {name: value for name, value in asked.items() if value is not None}
+
+
+def _generate(
+    network: Any, ids: "torch.Tensor", writer: Writer, options: dict[str, Any], on_device: bool = True
+) -> Any:
+    """What `generate` returns, with its loop on the device where graphs are replayed there and if that is wanted."""
+    from .generation_falcon_fast_weight import GRAPHS, generate_on_device
+
+    if on_device and network.config.model_type == "falcon_fast_weight" and network.device.type in GRAPHS:
+        options = {**options, "custom_generate": generate_on_device}
+    return network.generate(ids, streamer=writer, return_dict_in_generate=True, use_cache=True, **options)
 
 
 def _read_prompt(prompt: str | None, what: str = "prompt") -> str:

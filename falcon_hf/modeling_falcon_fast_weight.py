@@ -1,11 +1,13 @@
 """Falcon fast-weight language models: the mixer, usable alone, and the model around it."""
 
+import inspect
 import math
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ from .cache_falcon_fast_weight import (
 )
 from .code_falcon_fast_weight import carry_code
 from .configuration_falcon_fast_weight import FalconFastWeightConfig
+from .generation_falcon_fast_weight import generate_on_device, refusal, worth_a_graph
 
 SHORTEST_MEMORY, LONGEST_MEMORY = 8, 1024
 
@@ -114,6 +117,11 @@ class FalconFastWeightAttention(nn.Module):
             config.head_dim,
             config.value_head_dim,
         )
+        # Read here once, since transformers makes reading a field of a config slow.
+        self.largest_gain = 2.0 if self.rule.step_size == "gain" else config.step_size_max
+        self.ridge_scale, self.read_scale = config.ridge_scale, config.read_scale
+        self.qk_norm, self.value_norm, self.norm_epsilon = config.qk_norm, config.value_norm, config.rms_norm_eps
+        self.feature_map, self.conv_size = config.feature_map, config.conv_size
         key_channels, value_channels = self.num_heads * self.head_dim, self.num_heads * self.value_dim
         self.q_proj = nn.Linear(config.hidden_size, key_channels, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, key_channels, bias=False)
@@ -189,11 +197,11 @@ class FalconFastWeightAttention(nn.Module):
         )
         if slot is not None:
             lengths = None if rows is None else rows.lengths
-            window = None if context is None else last_tokens(context, self.config.conv_size - 1, lengths)
+            window = None if context is None else last_tokens(context, self.conv_size - 1, lengths)
             slot.update(state, window, q.shape[1])
 
-        if self.config.read_scale != 1:
-            out = out * self.config.read_scale
+        if self.read_scale != 1:
+            out = out * self.read_scale
         out = self.o_norm(out.to(self.o_norm.weight.dtype)).to(v.dtype).flatten(-2)
         if self.g_proj is not None:
             out = out * F.silu(self.g_proj(hidden_states))
@@ -235,27 +243,25 @@ class FalconFastWeightAttention(nn.Module):
         k = self._features(k.unflatten(-1, (self.num_heads, self.head_dim)))
         v = _normalize(
             v.unflatten(-1, (self.num_heads, self.value_dim)),
-            self.config.value_norm,
-            self.config.rms_norm_eps,
+            self.value_norm,
+            self.norm_epsilon,
         )
         return q, k, v, gain, ridge, context
 
     def _gain(self, hidden_states: Tensor) -> Tensor:
         """[B, T, H] or [B, T, H, V] gain in [0, 2], or step size in [0, step_size_max], at least in fp32."""
-        largest = 2.0 if self.rule.step_size == "gain" else self.config.step_size_max
-        gain = largest * torch.sigmoid(_wide(self.gain_proj(hidden_states)) + _wide(self.gain_bias))
+        gain = self.largest_gain * torch.sigmoid(_wide(self.gain_proj(hidden_states)) + self.gain_bias)
         return gain.unflatten(-1, (self.num_heads, self.value_dim)) if self.rule.per_channel else gain
 
     def _ridge(self, hidden_states: Tensor) -> Tensor | None:
         """[B, T, H] ridge in [0, ridge_scale], at least in fp32."""
         if self.ridge_proj is None:
             return None
-        logits = _wide(self.ridge_proj(hidden_states)) + _wide(self.ridge_bias)
-        return self.config.ridge_scale * torch.sigmoid(logits)
+        ridge = torch.sigmoid(_wide(self.ridge_proj(hidden_states)) + self.ridge_bias)
+        return ridge if self.ridge_scale == 1 else self.ridge_scale * ridge
 
     def _features(self, x: Tensor) -> Tensor:
-        x = _normalize(x, self.config.qk_norm, self.config.rms_norm_eps)
-        return FEATURE_MAPS[self.config.feature_map](x)
+        return FEATURE_MAPS[self.feature_map](_normalize(x, self.qk_norm, self.norm_epsilon))
 
     def _convolve(
         self, q: Tensor, k: Tensor, v: Tensor, slot, age: Tensor | None
@@ -268,6 +274,10 @@ class FalconFastWeightAttention(nn.Module):
         context = None
         if slot is not None:
             context = torch.cat([before.to(v.dtype), torch.cat([q, k, v], -1)], 1)
+            if q.shape[1] == 1:  # all channels at once, which is fewer operations
+                weight = torch.cat([self.q_conv.weight, self.k_conv.weight, self.v_conv.weight])
+                qkv = F.silu((context * weight.T).sum(1, keepdim=True)).to(v.dtype)
+                return (*qkv.split([q.shape[-1], k.shape[-1], v.shape[-1]], -1), context)
         convolved = (
             convolution(x, part, age)
             for convolution, x, part in zip((self.q_conv, self.k_conv, self.v_conv), (q, k, v), parts, strict=True)
@@ -284,11 +294,11 @@ class FalconFastWeightAttention(nn.Module):
             dtype=like.dtype,
             device=like.device,
         )
-        return state, self._empty_window(batch, like) if self.config.conv_size else None
+        return state, self._empty_window(batch, like) if self.conv_size else None
 
     def _empty_window(self, batch: int, like: Tensor) -> Tensor:
         channels = self.num_heads * (2 * self.head_dim + self.value_dim)
-        return like.new_zeros(batch, self.config.conv_size - 1, channels)
+        return like.new_zeros(batch, self.conv_size - 1, channels)
 
 
 def initial_ridge_bias(config: FalconFastWeightConfig) -> Tensor:
@@ -336,9 +346,9 @@ FEATURE_MAPS = {
 def _normalize(x: Tensor, norm: str, epsilon: float) -> Tensor:
     if norm == "none":
         return x
-    squares = _wide(x).square()
-    size = squares.mean(-1, keepdim=True) if norm == "rms" else squares.sum(-1, keepdim=True)
-    return (_wide(x) * torch.rsqrt(size + epsilon)).to(x.dtype)
+    if norm == "rms":
+        return F.rms_norm(x, x.shape[-1:], eps=epsilon)
+    return (_wide(x) * torch.rsqrt(_wide(x).square().sum(-1, keepdim=True) + epsilon)).to(x.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -560,7 +570,7 @@ class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
             inputs_embeds = torch.where(tokens, inputs_embeds, 0)
 
         hidden_states = inputs_embeds
-        for layer in self.layers[: self.config.num_hidden_layers]:
+        for layer in islice(self.layers, self.config.num_hidden_layers):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=rows if layer.layer_type == "linear_attention" else masks["full_attention"],
@@ -643,6 +653,7 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # noqa: RUF012
     fused_loss: Callable[..., Tensor] | None = None  # head and loss together, see falcon_hf.fused_loss
+    generate_on_device = staticmethod(generate_on_device)
 
     def __init__(self, config: FalconFastWeightConfig):
         super().__init__(config)
@@ -720,6 +731,33 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
                     "it must be for those and at least one more."
                 )
 
+    def _extract_generation_mode_kwargs(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer):
+        """As in transformers, which keeps these from a callable custom_generate, even from one that takes them."""
+        given = {"assistant_model": assistant_model, "streamer": streamer, "tokenizer": kwargs.get("tokenizer")}
+        options = (custom_generate, kwargs, synced_gpus, assistant_model, streamer)
+        found = super()._extract_generation_mode_kwargs(*options)  # type: ignore[misc]
+        if callable(custom_generate):
+            taken = inspect.signature(custom_generate).parameters
+            found |= {name: value for name, value in given.items() if name in taken and value is not None}
+        return found
+
+    def _sample(
+        self,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus=False,
+        streamer=None,
+        **kwargs,
+    ):
+        """As in transformers; on CUDA each token is one replay of a graph, where `generate_on_device` does the call."""
+        options = (logits_processor, stopping_criteria, generation_config)
+        on_device = not synced_gpus and worth_a_graph(self, input_ids, stopping_criteria)
+        if on_device and refusal(self, *options, None, kwargs) is None:
+            return generate_on_device(self, input_ids, *options, streamer=streamer, tokens_per_replay=1, **kwargs)
+        return super()._sample(input_ids, *options, synced_gpus=synced_gpus, streamer=streamer, **kwargs)  # type: ignore[misc]
+
     def _assisted_decoding(self, input_ids, *args, **kwargs):
         """As in transformers, which reads all of input_ids at first, but without what a given cache has read."""
         cache = kwargs.get(CACHE_NAME)
@@ -738,8 +776,16 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
     def prepare_inputs_for_generation(
         self, input_ids, next_sequence_length=None, is_first_iteration=False, inputs_embeds=None, **kwargs
     ):
-        """As in transformers, for a first pass of assisted decoding too that goes on from a given cache."""
+        """As in transformers, for a first pass of assisted decoding too that goes on from a given cache.
+
+        After the first pass of a text all tokens are real, so that fast-weight layers need no mask.
+        """
         cache = kwargs.get(CACHE_NAME)
+        only_fast_weights = "full_attention" not in self.config.layer_types
+        if only_fast_weights and cache is not None and next_sequence_length is not None and not is_first_iteration:
+            for name in ("attention_mask", "position_ids", "labels"):
+                kwargs.pop(name, None)
+            return {"input_ids": input_ids[:, -next_sequence_length:].contiguous(), **kwargs}
         if is_first_iteration and getattr(cache, "tokens_to_skip", 0):
             next_sequence_length = input_ids.shape[1] - cache.tokens_to_skip
             cache.tokens_to_skip = 0

@@ -58,7 +58,8 @@ for number in range(3):
     model = AutoModelForCausalLM.from_pretrained(f"model-{{number}}", trust_remote_code=True)
     model.save_pretrained(f"again-{{number}}")
     again = AutoModelForCausalLM.from_pretrained(f"again-{{number}}", trust_remote_code=True)
-    print(again.generate(torch.tensor({ids.tolist()}), max_new_tokens=10, do_sample=False)[0].tolist())
+    options = {{"custom_generate": again.generate_on_device}} if number < 2 else {{}}  # not for full_attention
+    print(again.generate(torch.tensor({ids.tolist()}), max_new_tokens=10, do_sample=False, **options)[0].tolist())
 head = AutoModelForSequenceClassification.from_pretrained("again-0", trust_remote_code=True, num_labels=3)
 head.save_pretrained("head")
 """,
