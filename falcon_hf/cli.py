@@ -1,4 +1,4 @@
-"""The `falcon-hf` command: text from a checkpoint, what it is and remembers, cards, conversion, kernels, and the Hub."""
+"""The `falcon-hf` command: text from a checkpoint, what it is and remembers, cards, conversion, kernels, the Hub."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from dataclasses import asdict
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
