@@ -56,7 +56,7 @@ SHORTEST_TEXT = 16  # new tokens from which on `generate` makes a graph of its o
 SHORTEST = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
 PROCESSORS = (*OF_SCORES_ALONE, *SHORTEST, RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor)
 DRAWING = RLock()  # one thread at a time: PyTorch 2.11 refuses to draw anywhere during a capture
-KNOWN_MODULES = ("torch.", "transformers.", "transformers_modules.", "falcon_hf.")
+KNOWN_MODULES = ("torch.", "transformers.", "transformers_modules.", "falcon_hf.", "falcon_kernels.")
 
 
 class NotOnDevice(ValueError):

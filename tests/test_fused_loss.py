@@ -109,6 +109,7 @@ def test_what_it_cannot_work_with_is_refused(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_large_vocabulary_on_a_gpu():
     """bfloat16 autocast, 50,257 entries: near the plain loss, and in less memory than the logits alone take."""
     config = FalconFastWeightConfig(hidden_size=128, num_attention_heads=2, num_hidden_layers=1, intermediate_size=128)
