@@ -226,10 +226,10 @@ def load(name: str, gguf: str | None, dtype: str, device: str) -> tuple[PreTrain
 
 
 def write_json(path: Path, facts: dict[str, Any]) -> None:
+    from falcon_hf.memory_falcon_fast_weight import write_atomically
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_name(path.name + ".partial")
-    written.write_text(json.dumps(facts, indent=1) + "\n")
-    written.replace(path)
+    write_atomically(path, (json.dumps(facts, indent=1) + "\n").encode())
 
 
 @app.command()

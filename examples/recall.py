@@ -254,12 +254,7 @@ def report(
     output: Annotated[Path | None, typer.Option(help="Folder for table.md, curve.svg and curve.png.")] = None,
 ) -> None:
     """Print the table of all finished runs, and draw what they keep over the number of facts and over age."""
-    results = side_by_side.read_results(folder)
-    output = output or folder
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "table.md").write_text(table(results) + "\n")
-    draw(results, output)
-    print(table(results))
+    side_by_side.report(folder, output, table, draw)
 
 
 def table(results: list[dict[str, Any]]) -> str:

@@ -45,6 +45,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config, PreTrainedConfig, PreTrainedModel
 
 from falcon_hf import FalconFastWeightConfig
+from falcon_hf.memory_falcon_fast_weight import write_atomically
 
 UNSCORED = -100  # a target that is none
 EAGER_STEPS = 3  # before a step is captured, in which kernels are compiled and memory is laid out
@@ -542,9 +543,7 @@ def train_group(runs: list[Run], bars: Progress, deadline: float, log_every: int
 def write_json(path: Path, facts: dict[str, Any]) -> None:
     """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_name(path.name + ".partial")
-    written.write_text(json.dumps(facts, indent=1) + "\n")
-    written.replace(path)
+    write_atomically(path, (json.dumps(facts, indent=1) + "\n").encode())
 
 
 # ----------------------------------------------------------------------------------------------- options
@@ -610,6 +609,22 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
         if result["task"] != results[0]["task"]:
             raise RecipeError(f"{folder} holds runs of several tasks, or of one with other options: keep them apart.")
     return results
+
+
+def report(
+    folder: Path,
+    output: Path | None,
+    table: Callable[[list[dict[str, Any]]], str],
+    draw: Callable[[list[dict[str, Any]], Path], None],
+) -> None:
+    """Prints the table of the results in a folder, and writes it and a figure into `output`, or beside them."""
+    results = read_results(folder)
+    output = output or folder
+    output.mkdir(parents=True, exist_ok=True)
+    text = table(results)
+    (output / "table.md").write_text(text + "\n")
+    draw(results, output)
+    print(text)
 
 
 def by_model(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -270,17 +270,19 @@ class FalconFastWeightAttention(nn.Module):
         if self.q_conv is None:
             return q, k, v, None
         before = self._empty_window(q.shape[0], v) if slot is None else slot.conv_window
-        parts = before.split([q.shape[-1], k.shape[-1], v.shape[-1]], -1)
+        widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
         context = None
         if slot is not None:
             context = torch.cat([before.to(v.dtype), torch.cat([q, k, v], -1)], 1)
             if q.shape[1] == 1:  # all channels at once, which is fewer operations
                 weight = torch.cat([self.q_conv.weight, self.k_conv.weight, self.v_conv.weight])
                 qkv = F.silu((context * weight.T).sum(1, keepdim=True)).to(v.dtype)
-                return (*qkv.split([q.shape[-1], k.shape[-1], v.shape[-1]], -1), context)
+                return (*qkv.split(widths, -1), context)
         convolved = (
             convolution(x, part, age)
-            for convolution, x, part in zip((self.q_conv, self.k_conv, self.v_conv), (q, k, v), parts, strict=True)
+            for convolution, x, part in zip(
+                (self.q_conv, self.k_conv, self.v_conv), (q, k, v), before.split(widths, -1), strict=True
+            )
         )
         return (*convolved, context)
 
