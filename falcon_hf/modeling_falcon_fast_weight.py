@@ -98,6 +98,8 @@ class FalconFastWeightAttention(nn.Module):
         layer_idx: the layer's place in a cache.
     """
 
+    recurrence = staticmethod(falcon_attention)  # context_parallel puts another in its place
+
     def __init__(self, config: FalconFastWeightConfig, layer_idx: int = 0):
         super().__init__()
         self.config = config
@@ -187,7 +189,7 @@ class FalconFastWeightAttention(nn.Module):
             before = None if slot is None else slot.state
             if before is not None and needs_grad:
                 before = before.map(torch.clone)
-            out, state = falcon_attention(
+            out, state = self.recurrence(
                 q,
                 k,
                 v,
