@@ -40,8 +40,8 @@ IGNORED = -100  # labels that are not learnt
 
 
 def own_part(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """This rank's part [B, T / N, ...] of a [B, T, ...] tensor; the first ranks have one token more where T needs it."""
-    return tensor.tensor_split(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
+    """This rank's part [B, T / N, ...] of a [B, T, ...] tensor; where T needs it, the first have one token more."""
+    return tensor.tensor_split(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def context_parallel(
     Args:
         model: a FalconFastWeightForCausalLM, FalconFastWeightModel or layers of it, wrapped or not, all of whose layers
             are fast-weight layers. Put it in the mode and the wrappers that it has within before.
-        group: the ranks, all by default; `mesh["cp"].get_group()` of a device mesh. Batches are the same on all of them.
+        group: the ranks, all by default; of a device mesh `mesh["cp"].get_group()`. All have parts of one batch.
         scan: whether all ranks work at the same time, see `falcon_attention_over_ranks`.
 
     Raises:

@@ -252,7 +252,7 @@ class _Sent(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """[N, ...] for each tensor, those of all ranks. One node, so that no rank's backward pass leaves one of them out."""
+    """[N, ...] for each tensor, those of all ranks. One node, so that no rank's backward pass leaves one out."""
 
     @staticmethod
     def forward(ctx, group, *tensors):
