@@ -1,6 +1,7 @@
 """Several processes of one test: a group of gloo ranks on the CPU, and what each of them found."""
 
 import datetime
+import os
 import pickle
 import time
 import traceback
@@ -32,6 +33,7 @@ def on_ranks(size: int, function: Callable[..., object], folder: Path, *argument
 
 def _rank(rank: int, size: int, folder: str, function: Callable[..., object], arguments: tuple) -> None:
     torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     timeout = datetime.timedelta(seconds=SECONDS)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size, timeout=timeout)
     (Path(folder) / f"rank-{rank}").write_bytes(pickle.dumps(function(*arguments)))
