@@ -163,7 +163,7 @@ class FalconFastWeightConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def _tp_plan(self) -> dict[str, str]:
-        """How transformers shards the layers over processes, whole heads to each; `o_norm` has one weight for all heads."""
+        """How transformers shards the layers: whole heads to each process. `o_norm` is the same for all heads."""
         mixer, attention, mlp = "layers.*.linear_attn", "layers.*.self_attn", "layers.*.mlp"
         plan = {f"{mlp}.gate_proj": "colwise", f"{mlp}.up_proj": "colwise", f"{mlp}.down_proj": "rowwise"}
         if "linear_attention" in self.layer_types:

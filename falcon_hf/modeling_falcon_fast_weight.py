@@ -686,6 +686,7 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # noqa: RUF012
 
     def __init__(self, config: FalconFastWeightConfig):

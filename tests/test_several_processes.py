@@ -1,5 +1,6 @@
 """Models over two processes, by tensor parallelism, FSDP2 and DDP, are those of one process."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -9,10 +10,15 @@ import torch.distributed as dist
 from cases import assert_same
 from processes import failures, on_ranks
 from tiny_models import CASES, tiny_model, tokens
+from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
 from falcon_hf import FalconFastWeightForCausalLM
+from falcon_hf.context_parallel import context_parallel, own_part
 
 RANKS = 2
 TENSOR_PARALLEL = DistributedConfig(tp_size=RANKS, tp_plan="auto")
@@ -63,8 +69,88 @@ def check_tensor_parallel(folder: Path):
     return failures(checks)
 
 
+def steps(model, optimizer, rows, inside=nullcontext):
+    """[3] losses of as many steps on `rows`."""
+    losses = []
+    for _ in range(3):
+        with inside():
+            loss = model(input_ids=rows, labels=rows).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    return torch.stack(losses)
+
+
+def trained(model, rows, inside=nullcontext):
+    """Losses of three steps of AdamW, and the weights after."""
+    losses = steps(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rows, inside)
+    return losses, [whole(parameter.detach()) for parameter in model.parameters()]
+
+
+def mean(losses):
+    dist.all_reduce(losses)
+    return losses / RANKS
+
+
+def sharded(model):
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def same_training(case, wrap, context=False):
+    """Three steps on two processes, each with half of the rows or of their tokens, beside those of one process."""
+    rows = tokens(4, 20)
+    want, weights = trained(tiny_model(**CASES[case]), rows)
+    model = wrap(tiny_model(**CASES[case]))
+    if context:
+        have, found = trained(model, own_part(rows), lambda: context_parallel(model))
+    else:
+        have, found = trained(model, rows.chunk(RANKS)[dist.get_rank()])
+    assert_same(have if context else mean(have), want, 1e-6, "losses")
+    for mine, other in zip(found, weights, strict=True):
+        assert_same(mine, other, 1e-5, "weights")
+
+
+def same_after_sharded_save(folder):
+    """Weights and optimizer of a sharded model, saved as shards and loaded into another, which goes on alike."""
+    curves = []
+    for seed, way in ((0, save), (1, load)):
+        model = sharded(tiny_model(seed=seed))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        steps(model, optimizer, tokens(2, 9, seed=seed))
+        state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+        way(state, checkpoint_id=folder / "shards")
+        set_state_dict(model, optimizer, **{f"{name}_state_dict": part for name, part in state.items()})
+        curves.append(steps(model, optimizer, tokens(2, 9)))
+    assert torch.equal(*curves)
+    assert curves[0][0] != curves[0][1]
+
+
+def same_when_transformers_shards(folder):
+    one = FalconFastWeightForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    many = FalconFastWeightForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, distributed_config=DistributedConfig(fsdp_size=RANKS)
+    )
+    rows = tokens(4, 20)
+    assert_same(mean(trained(many, rows.chunk(RANKS)[dist.get_rank()])[0]), trained(one, rows)[0], 1e-6)
+
+
+def check_data_parallel(folder: Path):
+    checks = {}
+    for case in ("falcon_1", "falcon_2", "3a-hybrid"):
+        checks[f"{case} DDP"] = partial(same_training, case, DistributedDataParallel)
+        checks[f"{case} FSDP"] = partial(same_training, case, sharded)
+    for case in ("falcon_1", "falcon_2"):
+        checks[f"{case} FSDP, context"] = partial(same_training, case, sharded, context=True)
+    checks["saved shards"] = partial(same_after_sharded_save, folder)
+    checks["transformers"] = partial(same_when_transformers_shards, folder / "falcon_1")
+    return failures(checks)
+
+
 def check_all(folder: Path):
-    return {"tensor parallel": check_tensor_parallel(folder)}
+    return {"tensor parallel": check_tensor_parallel(folder), "data parallel": check_data_parallel(folder)}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +163,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tensor parallel"])
+@pytest.mark.parametrize("kind", ["tensor parallel", "data parallel"])
 def test_processes_give_together_what_one_gives(kind, found):
     for rank in found:
         assert len(rank[kind]) >= 7
