@@ -80,15 +80,15 @@ class ShortConvolution(nn.Module):
         return F.silu(total).to(x.dtype)
 
 
-class HeadNorm(nn.RMSNorm):
+class HeadRMSNorm(nn.RMSNorm):
     """RMS norm of each head, with one weight for all of them."""
 
-    def forward(self, x: Tensor, sharded: Tensor) -> Tensor:
-        """[..., H, V] to the same shape; `sharded` is a parameter that is sharded where the heads are."""
-        weight = self.weight
-        if isinstance(sharded, DTensor):  # the gradients of all processes are summed
-            shared = DTensor.from_local(weight, sharded.device_mesh, [Replicate()], run_check=False)
-            weight = shared.to_local(grad_placements=[Partial()])
+    def forward(self, x: Tensor, sharded: Tensor | None = None) -> Tensor:
+        """[..., H, V] to the same shape; `sharded` is a parameter that lies on several processes where the heads do."""
+        if not isinstance(sharded, DTensor):
+            return super().forward(x)
+        shared = DTensor.from_local(self.weight, sharded.device_mesh, [Replicate()], run_check=False)
+        weight = shared.to_local(grad_placements=[Partial()])  # the gradients of all processes are summed
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
@@ -111,8 +111,6 @@ class FalconFastWeightAttention(nn.Module):
         config: sizes and rule.
         layer_idx: the layer's place in a cache.
     """
-
-    recurrence = staticmethod(falcon_attention)  # context_parallel puts another in its place
 
     def __init__(self, config: FalconFastWeightConfig, layer_idx: int = 0):
         super().__init__()
@@ -140,7 +138,7 @@ class FalconFastWeightAttention(nn.Module):
         self.q_conv = ShortConvolution(key_channels, config.conv_size) if config.conv_size else None
         self.k_conv = ShortConvolution(key_channels, config.conv_size) if config.conv_size else None
         self.v_conv = ShortConvolution(value_channels, config.conv_size) if config.conv_size else None
-        self.o_norm = HeadNorm(self.value_dim, eps=config.rms_norm_eps)
+        self.o_norm = HeadRMSNorm(self.value_dim, eps=config.rms_norm_eps)
         self.o_proj = nn.Linear(value_channels, config.hidden_size, bias=False)
         self.reset_parameters()
 
@@ -267,6 +265,10 @@ class FalconFastWeightAttention(nn.Module):
             self.config.rms_norm_eps,
         )
         return q, k, v, gain, ridge, context
+
+    def recurrence(self, *inputs: Tensor | None, **options):
+        """`falcon_attention`; `context_parallel` puts that over several processes in its place."""
+        return falcon_attention(*inputs, **options)
 
     def _gain(self, hidden_states: Tensor) -> Tensor:
         """[B, T, H] or [B, T, H, V] gain in [0, 2], or step size in [0, step_size_max], at least in fp32."""

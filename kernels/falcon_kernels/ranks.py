@@ -130,6 +130,7 @@ def _scan(q, k, v, gain, ridge, state: FalconState, rule: Rule, group, impl) -> 
     """All ranks at once: output and memory are affine in the memory that a part finds, which is added afterwards."""
     key_dim, value_dim = q.shape[-1], v.shape[-1]
     options = {"rule": rule, "output_final_state": True, "impl": impl}
+    decay: Tensor | float = 1.0
     if rule.residual:
         # The linear part is the map of the identity, as further channels that have 0 as their values.
         identity = torch.eye(key_dim, dtype=state.memory.dtype, device=v.device).expand(*state.memory.shape[:2], -1, -1)
@@ -140,7 +141,7 @@ def _scan(q, k, v, gain, ridge, state: FalconState, rule: Rule, group, impl) -> 
         output, reads = output.split([value_dim, key_dim], -1)
         written, kept = after.memory.split([value_dim, key_dim], -1)
         found = _memory_found(kept, written, group, torch.matmul)
-        decay, to_end = 1, kept @ found
+        to_end = kept @ found
     else:
         output, after = falcon_attention(q, k, v, gain, ridge, initial_state=state, **options)
         written, reads = after.memory, q
