@@ -20,7 +20,9 @@ def on_ranks(size: int, function: Callable[..., object], folder: Path, *argument
 
     Ranks find one another through a file in `folder`, so that no port is taken.
     """
-    context = mp.spawn(_rank, (size, str(folder), function, arguments), nprocs=size, join=False)
+    mp.get_context("forkserver").set_forkserver_preload(["falcon_hf.context_parallel"])  # imported once for all ranks
+    arguments = (size, str(folder), function, arguments)
+    context = mp.start_processes(_rank, arguments, nprocs=size, join=False, start_method="forkserver")
     deadline = time.monotonic() + SECONDS
     try:
         while not context.join(timeout=5):

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.commands.config.config_args import load_config_from_file
 from cases import assert_same
 from processes import failures, on_ranks
-from tiny_models import CASES, tiny_model, tokens
+from tiny_models import CASES, RULES, tiny_model, tokens
 from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +23,7 @@ from falcon_hf.context_parallel import context_parallel, own_part
 
 RANKS = 2
 TENSOR_PARALLEL = DistributedConfig(tp_size=RANKS, tp_plan="auto")
-SHARDED = [case for case in CASES if case != "3a-hybrid"]  # which has one key-value head
+SHARDED = [*RULES, "2-gate-values", "3a-normalized", "2-attention-first"]
 UNEVEN = {
     "3a-hybrid": "num_key_value_heads is 1, which 2 processes cannot share; tp_size must divide it",
     "three heads": "num_attention_heads is 3, which 2 processes cannot share; tp_size must divide it",
@@ -168,3 +169,9 @@ def test_processes_give_together_what_one_gives(kind, found):
     for rank in found:
         assert len(rank[kind]) >= 7
         assert not "".join(rank[kind].values())
+
+
+def test_the_fsdp2_recipe_wraps_each_layer():
+    config = load_config_from_file(str(Path(__file__).parents[1] / "examples" / "fsdp2.yaml")).fsdp_config
+    assert config["fsdp_version"] == 2
+    assert config["fsdp_transformer_layer_cls_to_wrap"] in FalconFastWeightForCausalLM._no_split_modules
