@@ -14,7 +14,6 @@ from falcon_kernels import FalconState, falcon_attention, falcon_step
 from falcon_kernels.compaction import Compaction, compaction
 from huggingface_hub import create_repo
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
 from transformers import AutoModel, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
@@ -83,10 +82,12 @@ class ShortConvolution(nn.Module):
 class HeadRMSNorm(nn.RMSNorm):
     """RMS norm of each head, with one weight for all of them."""
 
-    def forward(self, x: Tensor, sharded: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, sharded: Any = None) -> Tensor:
         """[..., H, V] to the same shape; `sharded` is a parameter that lies on several processes where the heads do."""
-        if not isinstance(sharded, DTensor):
+        if not hasattr(sharded, "to_local"):
             return super().forward(x)
+        from torch.distributed.tensor import DTensor, Partial, Replicate  # not every torch has it
+
         shared = DTensor.from_local(self.weight, sharded.device_mesh, [Replicate()], run_check=False)
         weight = shared.to_local(grad_placements=[Partial()])  # the gradients of all processes are summed
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
@@ -375,7 +376,7 @@ def _normalize(x: Tensor, norm: str, epsilon: float) -> Tensor:
 
 def _own_shard(parameter: Tensor) -> Tensor:
     """The part that is here of a parameter that may be sharded over processes."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def _wide(x: Tensor) -> Tensor:
