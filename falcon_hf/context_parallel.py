@@ -12,8 +12,8 @@ with context_parallel(model):
 ```
 
 Layers exchange the inputs of their convolutions, keys and values at the edges, and memories, as
-`falcon_kernels.ranks.falcon_attention_over_ranks` says; all else is local. Gradient checkpointing repeats the exchange with
-the rest. torch.compile is not supported.
+`falcon_kernels.ranks.falcon_attention_over_ranks` says; all else is local. Gradient checkpointing repeats the exchange
+with the rest. torch.compile is not supported.
 """
 
 from collections.abc import Callable, Iterator
