@@ -74,17 +74,32 @@ class ShortConvolution(nn.Module):
             window: [B, size - 1, C], the tokens before x, 0 where there were none.
             age: [T], for packed documents the index of each token in its own, beyond which it sees nothing.
         """
-        size, length = self.weight.shape[1], x.shape[1]
+        weight, length = _own_shard(self.weight), x.shape[1]
+        size = weight.shape[1]
         context = torch.cat([window.to(x.dtype), x], 1)
         if length == 1:
-            return F.silu((context * self.weight.T).sum(1, keepdim=True)).to(x.dtype)
-        total = x * self.weight[:, -1]
+            return F.silu((context * weight.T).sum(1, keepdim=True)).to(x.dtype)
+        total = x * weight[:, -1]
         for back in range(1, size):
             earlier = context[:, size - 1 - back : size - 1 - back + length]
             if age is not None:
                 earlier = torch.where((age >= back)[:, None], earlier, 0)
-            total = total + earlier * self.weight[:, -1 - back]
+            total = total + earlier * weight[:, -1 - back]
         return F.silu(total).to(x.dtype)
+
+
+class HeadRMSNorm(nn.RMSNorm):
+    """RMS norm of each head, with one weight for all of them."""
+
+    def forward(self, x: Tensor, sharded: Any = None) -> Tensor:
+        """[..., H, V] to the same shape; `sharded` is a parameter that lies on several processes where the heads do."""
+        if not hasattr(sharded, "to_local"):
+            return super().forward(x)
+        from torch.distributed.tensor import DTensor, Partial, Replicate  # not every torch has it
+
+        shared = DTensor.from_local(self.weight, sharded.device_mesh, [Replicate()], run_check=False)
+        weight = shared.to_local(grad_placements=[Partial()])  # the gradients of all processes are summed
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class FalconFastWeightAttention(nn.Module):
@@ -139,7 +154,7 @@ class FalconFastWeightAttention(nn.Module):
         self.k_conv = ShortConvolution(key_channels, config.conv_size) if config.conv_size else None
         self.v_conv = ShortConvolution(value_channels, config.conv_size) if config.conv_size else None
         self.recurrence = FalconAttention()
-        self.o_norm = nn.RMSNorm(self.value_dim, eps=config.rms_norm_eps)
+        self.o_norm = HeadRMSNorm(self.value_dim, eps=config.rms_norm_eps)
         self.o_proj = nn.Linear(value_channels, config.hidden_size, bias=False)
         self.reset_parameters()
 
@@ -202,7 +217,7 @@ class FalconFastWeightAttention(nn.Module):
 
         if self.read_scale != 1:
             out = out * self.read_scale
-        out = self.o_norm(out.to(self.o_norm.weight.dtype)).to(v.dtype).flatten(-2)
+        out = self.o_norm(out.to(self.o_norm.weight.dtype), self.gain_bias).to(v.dtype).flatten(-2)
         if self.g_proj is not None:
             out = out * F.silu(self.g_proj(hidden_states))
         out = self.o_proj(out)
@@ -232,17 +247,17 @@ class FalconFastWeightAttention(nn.Module):
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         gain, ridge = self._gain(hidden_states), self._ridge(hidden_states)
         if slot is not None and not slot.is_initialized:
-            slot.lazy_initialization(*self._empty(q.shape[0], v))
+            slot.lazy_initialization(*self._empty(v))
         if slot is not None and slot.state.memory.shape[0] != q.shape[0]:
             raise ValueError(
                 f"cache has {slot.state.memory.shape[0]} rows, but the input has {q.shape[0]}; they must be as many, "
                 "which cache.batch_repeat_interleave can bring about."
             )
         q, k, v, context = self._convolve(q, k, v, slot, age)
-        q = self._features(q.unflatten(-1, (self.num_heads, self.head_dim)))
-        k = self._features(k.unflatten(-1, (self.num_heads, self.head_dim)))
+        q = self._features(q.unflatten(-1, (-1, self.head_dim)))
+        k = self._features(k.unflatten(-1, (-1, self.head_dim)))
         v = _normalize(
-            v.unflatten(-1, (self.num_heads, self.value_dim)),
+            v.unflatten(-1, (-1, self.value_dim)),
             self.value_norm,
             self.norm_epsilon,
         )
@@ -250,14 +265,14 @@ class FalconFastWeightAttention(nn.Module):
 
     def _gain(self, hidden_states: Tensor) -> Tensor:
         """[B, T, H] or [B, T, H, V] gain in [0, 2], or step size in [0, step_size_max], at least in fp32."""
-        gain = self.largest_gain * torch.sigmoid(_wide(self.gain_proj(hidden_states)) + self.gain_bias)
-        return gain.unflatten(-1, (self.num_heads, self.value_dim)) if self.rule.per_channel else gain
+        gain = self.largest_gain * torch.sigmoid(_wide(self.gain_proj(hidden_states)) + _own_shard(self.gain_bias))
+        return gain.unflatten(-1, (-1, self.value_dim)) if self.rule.per_channel else gain
 
     def _ridge(self, hidden_states: Tensor) -> Tensor | None:
         """[B, T, H] ridge in [0, ridge_scale], at least in fp32."""
         if self.ridge_proj is None:
             return None
-        ridge = torch.sigmoid(_wide(self.ridge_proj(hidden_states)) + self.ridge_bias)
+        ridge = torch.sigmoid(_wide(self.ridge_proj(hidden_states)) + _own_shard(self.ridge_bias))
         return ridge if self.ridge_scale == 1 else self.ridge_scale * ridge
 
     def _features(self, x: Tensor) -> Tensor:
@@ -269,38 +284,39 @@ class FalconFastWeightAttention(nn.Module):
         """q, k and v after their convolutions, and what these read where there is a cache."""
         if self.q_conv is None:
             return q, k, v, None
-        before = self._empty_window(q.shape[0], v) if slot is None else slot.conv_window
+        before = self._empty_window(v) if slot is None else slot.conv_window
         widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
+        convolutions = (self.q_conv, self.k_conv, self.v_conv)
         context = None
         if slot is not None:
             context = torch.cat([before.to(v.dtype), torch.cat([q, k, v], -1)], 1)
             if q.shape[1] == 1:  # all channels at once, which is fewer operations
-                weight = torch.cat([self.q_conv.weight, self.k_conv.weight, self.v_conv.weight])
+                weight = torch.cat([_own_shard(convolution.weight) for convolution in convolutions])
                 qkv = F.silu((context * weight.T).sum(1, keepdim=True)).to(v.dtype)
                 return (*qkv.split(widths, -1), context)
         convolved = (
             convolution(x, part, age)
-            for convolution, x, part in zip(
-                (self.q_conv, self.k_conv, self.v_conv), (q, k, v), before.split(widths, -1), strict=True
-            )
+            for convolution, x, part in zip(convolutions, (q, k, v), before.split(widths, -1), strict=True)
         )
         return (*convolved, context)
 
-    def _empty(self, batch: int, like: Tensor) -> tuple[FalconState, Tensor | None]:
+    def _empty(self, v: Tensor) -> tuple[FalconState, Tensor | None]:
+        """State and convolution window before any token, for values [B, T, H V]: of the heads that are here."""
+        heads = v.shape[-1] // self.value_dim
         state = FalconState.zeros(
             self.rule,
-            batch,
-            self.num_heads,
+            v.shape[0],
+            heads,
             self.head_dim,
             self.value_dim,
-            dtype=like.dtype,
-            device=like.device,
+            dtype=v.dtype,
+            device=v.device,
         )
-        return state, self._empty_window(batch, like) if self.conv_size else None
+        return state, self._empty_window(v) if self.conv_size else None
 
-    def _empty_window(self, batch: int, like: Tensor) -> Tensor:
-        channels = self.num_heads * (2 * self.head_dim + self.value_dim)
-        return like.new_zeros(batch, self.conv_size - 1, channels)
+    def _empty_window(self, v: Tensor) -> Tensor:
+        channels = v.shape[-1] // self.value_dim * (2 * self.head_dim + self.value_dim)
+        return v.new_zeros(v.shape[0], self.conv_size - 1, channels)
 
 
 def initial_ridge_bias(config: FalconFastWeightConfig) -> Tensor:
@@ -351,6 +367,11 @@ def _normalize(x: Tensor, norm: str, epsilon: float) -> Tensor:
     if norm == "rms":
         return F.rms_norm(x, x.shape[-1:], eps=epsilon)
     return (_wide(x) * torch.rsqrt(_wide(x).square().sum(-1, keepdim=True) + epsilon)).to(x.dtype)
+
+
+def _own_shard(parameter: Tensor) -> Tensor:
+    """The part that is here of a parameter that may be sharded over processes."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -404,6 +425,17 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
         "hidden_states": FalconFastWeightDecoderLayer,
         "attentions": [LlamaAttention, Qwen3Attention],
     }
+
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, mesh):
+        """As in transformers, but heads that cannot be shared out evenly over the processes are an error."""
+        size = 1 if distributed_config is None else distributed_config.tp_size or 1
+        names = ["num_attention_heads"]
+        names += ["num_key_value_heads"] if "full_attention" in model.config.layer_types else []
+        for name in names:
+            if (heads := getattr(model.config, name)) % size:
+                raise ValueError(f"{name} is {heads}, which {size} processes cannot share; tp_size must divide it.")
+        return super().maybe_distribute_model(model, distributed_config, mesh)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -653,6 +685,7 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # noqa: RUF012
     fused_loss: Callable[..., Tensor] | None = None  # head and loss together, see falcon_hf.fused_loss
     generate_on_device = staticmethod(generate_on_device)
@@ -698,7 +731,7 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
         kept = _kept(outputs.last_hidden_state, logits_to_keep)
         logits, loss = None, None
         if self.fused_loss is not None and self.training and labels is not None:
-            loss = self.fused_loss(kept, self.lm_head, labels, **kwargs)
+            loss = self.fused_loss(kept, self.lm_head, labels=labels, **kwargs)
         else:
             logits = self.lm_head(kept)
             if labels is not None:
