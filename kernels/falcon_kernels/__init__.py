@@ -2,7 +2,17 @@
 
 from . import layers
 from .api import FalconOutput, falcon_attention, falcon_step
+from .convolution import short_convolution
 from .rule import RULES, Rule
 from .state import FalconState
 
-__all__ = ["RULES", "FalconOutput", "FalconState", "Rule", "falcon_attention", "falcon_step", "layers"]
+__all__ = [
+    "RULES",
+    "FalconOutput",
+    "FalconState",
+    "Rule",
+    "falcon_attention",
+    "falcon_step",
+    "layers",
+    "short_convolution",
+]

@@ -170,6 +170,21 @@ WIDE_WINDOW = {  # 4-byte operands, on any card, by K
 }
 
 
+class Convolution(NamedTuple):
+    """Sizes of a launch of the short convolution."""
+
+    tile: int  # numbers that a program takes at a time: walks x `padded` channels
+    steps: int  # of a walk at most
+    warps: int
+    stages: int
+
+
+CONVOLUTION = {  # bytes of an operand: forward, backward
+    2: (Convolution(1024, 32, 4, 3), Convolution(1024, 32, 4, 3)),
+    4: (Convolution(512, 32, 4, 3), Convolution(512, 32, 4, 3)),
+}
+
+
 def padded(channels: int, operand_bytes: int) -> int:
     """Channels of a tile that holds all of them: a power of two.
 
