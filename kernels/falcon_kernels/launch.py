@@ -176,12 +176,11 @@ class Convolution(NamedTuple):
     tile: int  # numbers that a program takes at a time: walks x `padded` channels
     steps: int  # of a walk at most
     warps: int
-    stages: int
 
 
 CONVOLUTION = {  # bytes of an operand: forward, backward
-    2: (Convolution(1024, 32, 4, 3), Convolution(1024, 32, 4, 3)),
-    4: (Convolution(512, 32, 4, 3), Convolution(512, 32, 4, 3)),
+    2: (Convolution(1024, 32, 4), Convolution(512, 32, 4)),
+    4: (Convolution(512, 32, 4), Convolution(512, 32, 4)),
 }
 
 

@@ -1,7 +1,7 @@
 """`falcon_kernels::convolution` and its backward: short causal convolution, SiLU and norm of each head in one pass.
 
 A program walks along tokens of one head: its tile is [R, K], R walks of `steps` tokens side by side, one after another
-in the sequence, and a step loads the next token of each. The last TAPS inputs of a walk stay in registers, so that an
+in the sequence, and a step loads the next token of each one step ahead. The last TAPS inputs of a walk stay in registers, so that an
 input is read once, but for the TAPS - 1 before each walk. The backward computes the forward again; its walk goes TAPS - 1
 tokens further, since an input's gradient is complete once that many tokens after it are read. Weight gradients are
 summed along walks, then over the walks of a program, then over programs by one reduction: the same bits at every run.
@@ -27,6 +27,7 @@ from .launcher import Launcher
 from .triton_layout import NAMESPACE, is_plain, load_rows, store_rows
 
 LARGEST_WIDTH, MOST_TAPS = 256, 8
+FEWEST_STEPS = 8  # of a walk, where it is cut shorter to fill the card
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUMBERS = ["length", "heads", "blocks", "steps"]  # no recompilation when these change
 
@@ -44,7 +45,7 @@ def _weights(weight, head, columns, K: tl.constexpr, TAPS: tl.constexpr):
 @triton.jit
 def _inputs(x, place, length, columns, stride, K: tl.constexpr):
     """[R, BK] inputs of the tokens `place` [R], 0 past both ends."""
-    return load_rows(x + place * stride, (place >= 0) & (place < length), columns, K).to(tl.float32)
+    return load_rows(x + place * stride, (place >= 0) & (place < length), columns, K)
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def _before(x, place, length, columns, stride, K: tl.constexpr, TAPS: tl.constex
     """Inputs of the TAPS tokens before `place` [R], without the oldest, which no later token sees: a tuple."""
     found = (tl.zeros([place.shape[0], columns.shape[0]], tl.float32),)
     for back in tl.static_range(1, TAPS):
-        found += (_inputs(x, place - (TAPS - back), length, columns, stride, K),)
+        found += (_inputs(x, place - (TAPS - back), length, columns, stride, K).to(tl.float32),)
     return found
 
 
@@ -101,7 +102,7 @@ def _walks(heads, blocks, steps, R: tl.constexpr):
 def _forward(
     x, weight, age, y, length, heads, blocks, steps, batch_stride, stride,
     K: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, TAPS: tl.constexpr, NORM: tl.constexpr, MEAN: tl.constexpr,
-    EPSILON: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+    EPSILON: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     row, head, first = _walks(heads, blocks, steps, R)
     columns = tl.arange(0, BK)
@@ -109,9 +110,11 @@ def _forward(
     x += row * batch_stride + head * K
     y += (row * length * heads + head) * K
     window = _before(x, first, length, columns, stride, K, TAPS)
-    for step in tl.range(0, steps, num_stages=STAGES):
+    ahead = _inputs(x, first, length, columns, stride, K)
+    for step in range(steps):
         place = first + step
-        window = window[1:] + (_inputs(x, place, length, columns, stride, K),)
+        window = window[1:] + (ahead.to(tl.float32),)
+        ahead = _inputs(x, place + 1, length, columns, stride, K)
         seen, _ = _seen(window, age, place, length, TAPS, PACKED)
         s, _ = _activation(seen, weights, TAPS)
         if NORM:
@@ -123,7 +126,7 @@ def _forward(
 def _backward(
     grad_y, x, weight, age, grad_x, grad_weight, length, heads, blocks, steps, batch_stride, stride,
     K: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, TAPS: tl.constexpr, NORM: tl.constexpr, MEAN: tl.constexpr,
-    EPSILON: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+    EPSILON: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """`grad_weight` [programs / heads, heads * K, TAPS] float32."""
     row, head, first = _walks(heads, blocks, steps, R)
@@ -139,10 +142,14 @@ def _backward(
     for _ in tl.static_range(TAPS):
         pending += (zero,)
         sums += (zero,)
-    for step in tl.range(0, steps + TAPS - 1, num_stages=STAGES):
+    ahead = _inputs(x, first, length, columns, stride, K)
+    grad_ahead = _inputs(grad_y, first, length, columns, heads * K, K)
+    for step in range(steps + TAPS - 1):
         place = first + step
-        window = window[1:] + (_inputs(x, place, length, columns, stride, K),)
-        dy = load_rows(grad_y + place * (heads * K), place < length, columns, K).to(tl.float32)
+        window = window[1:] + (ahead.to(tl.float32),)
+        dy = grad_ahead.to(tl.float32)
+        ahead = _inputs(x, place + 1, length, columns, stride, K)
+        grad_ahead = _inputs(grad_y, place + 1, length, columns, heads * K, K)
         seen, index = _seen(window, age, place, length, TAPS, PACKED)
         s, sigmoid = _activation(seen, weights, TAPS)
         if NORM:
@@ -187,9 +194,11 @@ class Plan:
         launchers, numbers = [], []
         for kernel, config in zip((_forward, _backward), launch.CONVOLUTION[dtypes[0].itemsize], strict=True):
             walks = max(1, config.tile // tile)
-            steps = min(config.steps, -(-length // walks))
+            steps = max(1, min(config.steps, -(-length // walks)))
+            while steps > FEWEST_STEPS and batch * heads * -(-length // (walks * steps)) < launch.card(device)[1]:
+                steps //= 2
             blocks = -(-length // (walks * steps))
-            options = {"R": walks, "STAGES": config.stages, "num_warps": config.warps}
+            options = {"R": walks, "num_warps": config.warps}
             launchers.append(Launcher(kernel, (batch * blocks * heads,), constants | options, aligned=aligned))
             numbers.append((length, heads, blocks, steps, *strides))
         self.forward, self.backward = launchers
