@@ -1,10 +1,11 @@
 """`falcon_kernels::convolution` and its backward: short causal convolution, SiLU and norm of each head in one pass.
 
 A program walks along tokens of one head: its tile is [R, K], R walks of `steps` tokens side by side, one after another
-in the sequence, and a step loads the next token of each one step ahead. The last TAPS inputs of a walk stay in registers, so that an
-input is read once, but for the TAPS - 1 before each walk. The backward computes the forward again; its walk goes TAPS - 1
-tokens further, since an input's gradient is complete once that many tokens after it are read. Weight gradients are
-summed along walks, then over the walks of a program, then over programs by one reduction: the same bits at every run.
+in the sequence. A step takes one token of each walk, loaded a step ahead. The last TAPS inputs of a walk stay in
+registers, so that an input is read once, but for the TAPS - 1 before each walk. The backward computes the forward again
+and walks TAPS - 1 tokens further, as an input's gradient is complete once that many tokens after it are read. Weight
+gradients are summed along walks, then over the walks of a program, then over programs by one reduction: the same bits at
+every run.
 
 With u the convolution, s = u sigmoid(u), and y = r s where r = (mean or sum of s^2, + epsilon)^(-1/2), or r = 1:
 
@@ -65,7 +66,8 @@ def _seen(window, age, place, length, TAPS: tl.constexpr, PACKED: tl.constexpr):
         found = ()
         for i in tl.static_range(TAPS - 1):
             found += (tl.where((index >= TAPS - 1 - i)[:, None], window[i], 0.0),)
-        return found + (window[TAPS - 1],), index
+        found += (window[TAPS - 1],)
+        return found, index
     else:
         return window, place
 
@@ -113,7 +115,8 @@ def _forward(
     ahead = _inputs(x, first, length, columns, stride, K)
     for step in range(steps):
         place = first + step
-        window = window[1:] + (ahead.to(tl.float32),)
+        window = window[1:]
+        window += (ahead.to(tl.float32),)
         ahead = _inputs(x, place + 1, length, columns, stride, K)
         seen, _ = _seen(window, age, place, length, TAPS, PACKED)
         s, _ = _activation(seen, weights, TAPS)
@@ -146,7 +149,8 @@ def _backward(
     grad_ahead = _inputs(grad_y, first, length, columns, heads * K, K)
     for step in range(steps + TAPS - 1):
         place = first + step
-        window = window[1:] + (ahead.to(tl.float32),)
+        window = window[1:]
+        window += (ahead.to(tl.float32),)
         dy = grad_ahead.to(tl.float32)
         ahead = _inputs(x, place + 1, length, columns, stride, K)
         grad_ahead = _inputs(grad_y, place + 1, length, columns, heads * K, K)
