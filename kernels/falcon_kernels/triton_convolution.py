@@ -4,8 +4,8 @@ A program walks along tokens of one head: its tile is [R, K], R walks of `steps`
 in the sequence. A step takes one token of each walk, loaded a step ahead. The last TAPS inputs of a walk stay in
 registers, so that an input is read once, but for the TAPS - 1 before each walk. The backward computes the forward again
 and walks TAPS - 1 tokens further, as an input's gradient is complete once that many tokens after it are read. Weight
-gradients are summed along walks, then over the walks of a program, then over programs by one reduction: the same bits at
-every run.
+gradients are summed along walks, then over the walks of a program, then over programs by one reduction: the same bits
+at every run.
 
 With u the convolution, s = u sigmoid(u), and y = r s where r = (mean or sum of s^2, + epsilon)^(-1/2), or r = 1:
 
