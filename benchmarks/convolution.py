@@ -1,4 +1,4 @@
-"""Time of the short convolution with SiLU and norm, forward and backward, beside the bytes that it must move, on the GPU.
+"""Time of the short convolution with SiLU and norm on the GPU, forward and backward, beside the bytes that must move.
 
     python benchmarks/convolution.py                          # the table, written to results/convolution.json
     python benchmarks/convolution.py --tune [--shapes 4x8192x12x64]    # other launches, printed only
