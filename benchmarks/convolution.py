@@ -93,7 +93,7 @@ def tune(name: str) -> None:
     shipped = launch.CONVOLUTION[2]
     for place, kernel in enumerate(("_forward", "_backward")):
         times = {}
-        for config in (shipped[place], *(launch.Convolution(*options) for options in product(TILES, STEPS, WARPS))):
+        for config in (shipped[place], *(launch.Walk(*options) for options in product(TILES, STEPS, WARPS))):
             if config in times or not 2 <= config.tile // (32 * config.warps) <= 16:
                 continue
             launch.CONVOLUTION[2] = (*shipped[:place], config, *shipped[place + 1 :])

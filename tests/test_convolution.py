@@ -31,7 +31,7 @@ def _poisoned():
 @pytest.fixture
 def short_walks(monkeypatch):
     """Programs of two walks of three tokens and of one of four, so that few tokens have many of them."""
-    small = (launch.Convolution(32, 3, 1), launch.Convolution(16, 4, 1))
+    small = (launch.Walk(32, 3, 1), launch.Walk(16, 4, 1))
     monkeypatch.setattr(launch, "CONVOLUTION", {2: small, 4: small})
     triton_convolution.plan_of.cache_clear()
     yield
@@ -241,10 +241,10 @@ def test_the_same_bits_again_and_under_checkpointing():
 def test_custom_ops_keep_their_contract(age):
     x, weight = inputs()
     options = 16, 1, 1e-6
-    torch.library.opcheck(triton_convolution.convolution_op, (x, weight, age, *options))
-    y = triton_convolution.convolution_op(x.detach(), weight.detach(), age, *options)
+    torch.library.opcheck(triton_convolution.OP.op, (x, weight, age, *options))
+    y = triton_convolution.OP.op(x.detach(), weight.detach(), age, *options)
     arguments = (y, x.detach(), weight.detach(), age, *options)
-    torch.library.opcheck(triton_convolution.convolution_backward_op, arguments)
+    torch.library.opcheck(triton_convolution.OP.backward_op, arguments)
 
 
 def test_one_graph_under_compile_and_autocast():

@@ -170,18 +170,16 @@ WIDE_WINDOW = {  # 4-byte operands, on any card, by K
 }
 
 
-class Convolution(NamedTuple):
-    """Sizes of a launch of the short convolution."""
+class Walk(NamedTuple):
+    """Sizes of a launch whose programs take one tile after another."""
 
-    tile: int  # numbers that a program takes at a time: walks x `padded` channels
-    steps: int  # of a walk at most
+    tile: int  # numbers at a time: rows x channels, these made up to a power of two
+    steps: int  # tiles at most
     warps: int
 
 
-CONVOLUTION = {  # bytes of an operand: forward, backward
-    2: (Convolution(1024, 32, 4), Convolution(512, 32, 4)),
-    4: (Convolution(512, 32, 4), Convolution(512, 32, 4)),
-}
+CONVOLUTION = {2: (Walk(1024, 32, 4), Walk(512, 32, 4)), 4: (Walk(512, 32, 4),) * 2}  # by bytes: forward, backward
+NORM = {2: (Walk(1024, 4, 4), Walk(1024, 16, 4)), 4: (Walk(512, 4, 4), Walk(512, 16, 4))}
 
 
 def padded(channels: int, operand_bytes: int) -> int:

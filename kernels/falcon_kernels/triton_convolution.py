@@ -1,4 +1,4 @@
-"""`falcon_kernels::convolution` and its backward: short causal convolution, SiLU and norm of each head in one pass.
+"""`falcon_kernels::short_convolution` and its backward: causal convolution, SiLU and norm of each head in one pass.
 
 A program walks along tokens of one head: its tile is [R, K], R walks of `steps` tokens side by side, one after another
 in the sequence. A step takes one token of each walk, loaded a step ahead. The last TAPS inputs of a walk stay in
@@ -15,8 +15,7 @@ With u the convolution, s = u sigmoid(u), and y = r s where r = (mean or sum of 
 Floor a token and head, in K numbers: forward one read and one written, backward two and one.
 """
 
-from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import lru_cache
 
 import torch
 import triton
@@ -25,7 +24,8 @@ from torch import Tensor
 
 from . import launch, triton_device
 from .launcher import Launcher
-from .triton_layout import NAMESPACE, is_plain, load_rows, store_rows
+from .triton_layout import NAMESPACE, load_rows, store_rows
+from .triton_op import Op
 
 LARGEST_WIDTH, MOST_TAPS = 256, 8
 FEWEST_STEPS = 8  # of a walk, where it is cut shorter to fill the card
@@ -83,7 +83,7 @@ def _activation(seen, weights, TAPS: tl.constexpr):
 
 
 @triton.jit
-def _factor(s, K: tl.constexpr, MEAN: tl.constexpr, EPSILON: tl.constexpr):
+def factor(s, K: tl.constexpr, MEAN: tl.constexpr, EPSILON: tl.constexpr):
     """[R] what the norm multiplies the rows of s by."""
     square = tl.sum(s * s, 1)
     if MEAN:
@@ -121,7 +121,7 @@ def _forward(
         seen, _ = _seen(window, age, place, length, TAPS, PACKED)
         s, _ = _activation(seen, weights, TAPS)
         if NORM:
-            s *= _factor(s, K, MEAN, EPSILON)[:, None]
+            s *= factor(s, K, MEAN, EPSILON)[:, None]
         store_rows(y + place * (heads * K), s, place < length, columns, K)
 
 
@@ -157,7 +157,7 @@ def _backward(
         seen, index = _seen(window, age, place, length, TAPS, PACKED)
         s, sigmoid = _activation(seen, weights, TAPS)
         if NORM:
-            r = _factor(s, K, MEAN, EPSILON)
+            r = factor(s, K, MEAN, EPSILON)
             along = r * r * r * tl.sum(s * dy, 1)
             if MEAN:
                 along = along * (1.0 / K)
@@ -214,17 +214,6 @@ class Plan:
 plan_of = lru_cache(maxsize=1024)(Plan)
 
 
-def _on_its_device(run: Callable) -> Callable:
-    """`run`, of tensors and options, with their device current, which is where Triton launches."""
-
-    @wraps(run)
-    def guarded(tensors, *options):
-        with triton_device.current(tensors[0].device):
-            return run(tensors, *options)
-
-    return guarded
-
-
 def _planned(tensors, head_dim: int, norm: int, epsilon: float) -> Plan:
     """The plan for x, weight and age, and perhaps the output's gradient, as the kernels take them."""
     x, weight, age, *_ = tensors
@@ -235,17 +224,14 @@ def _planned(tensors, head_dim: int, norm: int, epsilon: float) -> Plan:
     )
 
 
-def _as_taken(x: Tensor, weight: Tensor, age: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The tensors as the kernels take them: those of a token in a row."""
-    return (
-        x if x.stride(-1) == 1 else x.contiguous(),
-        weight.contiguous(),
-        None if age is None else age.contiguous(),
-    )
+def _in_rows(x: Tensor, weight: Tensor, age: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The tensors as the kernels take them, the channels of a token in a row."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x, weight.contiguous(), None if age is None else age.contiguous()
 
 
-@_on_its_device
 def _run(tensors, *options) -> Tensor:
+    tensors = _in_rows(*tensors)
     plan = _planned(tensors, *options)
     y = tensors[0].new_empty(plan.output)
     if y.numel():
@@ -253,64 +239,41 @@ def _run(tensors, *options) -> Tensor:
     return y
 
 
-@_on_its_device
-def _run_backward(tensors, grad_y: Tensor, *options) -> tuple[Tensor, Tensor]:
+def _run_backward(tensors, grad_y: Tensor, *options) -> list[Tensor]:
     """Gradients of x and of weight."""
-    x, weight, _ = tensors
+    tensors = x, weight, _ = _in_rows(*tensors)
     grad_y = grad_y.to(x.dtype).contiguous()
     plan = _planned((*tensors, grad_y), *options)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
-        return grad_x, torch.zeros_like(weight)
+        return [grad_x, torch.zeros_like(weight)]
     partial = torch.empty(plan.partial, dtype=torch.float32, device=x.device)
     plan.backward(grad_y, *tensors, grad_x, partial, *plan.backward_numbers)
-    return grad_x, partial.sum(0).to(weight.dtype)
+    return [grad_x, partial.sum(0).to(weight.dtype)]
 
 
-class _Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, plain, x, weight, age, *options):
-        ctx.plain, ctx.options = plain, options
-        if plain:
-            tensors = _as_taken(x, weight, age)
-            y = _run(tensors, *options)
-        else:
-            tensors = (x, weight, age)
-            with torch._C._AutoDispatchBelowAutograd():
-                y = convolution_op(*tensors, *options)
-        ctx.save_for_backward(*tensors)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad_y):
-        if torch.is_grad_enabled():
-            raise RuntimeError("short_convolution with impl='triton' has no second derivatives; use impl='torch'.")
-        tensors = ctx.saved_tensors
-        if ctx.plain:
-            grads = _run_backward(tensors, grad_y, *ctx.options)
-        else:
-            grads = convolution_backward_op(grad_y, *tensors, *ctx.options)
-        return None, *grads, *(None,) * (1 + len(ctx.options))
+def _shape(tensors, head_dim: int, *_) -> tuple[int, ...]:
+    batch, length, channels = tensors[0].shape
+    return batch, length, channels // head_dim, head_dim
 
 
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-GIVEN = "Tensor x, Tensor weight, Tensor? age, int head_dim, int norm, float epsilon"
-LIBRARY.define(f"convolution({GIVEN}) -> Tensor")
-LIBRARY.define(f"convolution_backward(Tensor grad_y, {GIVEN}) -> (Tensor, Tensor)")
-convolution_op = getattr(torch.ops, NAMESPACE).convolution.default
-convolution_backward_op = getattr(torch.ops, NAMESPACE).convolution_backward.default
+OP = Op(
+    LIBRARY,
+    "short_convolution",
+    "Tensor x, Tensor weight, Tensor? age",
+    "int head_dim, int norm, float epsilon",
+    _run,
+    _run_backward,
+    _shape,
+)
 
 
 def convolution(x: Tensor, weight: Tensor, age: Tensor | None, head_dim: int, norm: int, epsilon: float) -> Tensor:
     """[B, T, H, K], arguments as in `short_convolution`; norm is 0 for none, 1 for RMS, 2 for l2."""
     if (sentence := refusal(x, weight, head_dim)) is not None:
         raise ValueError(sentence)
-    given = (x, weight, age, head_dim, norm, epsilon)
-    if torch.compiler.is_compiling() or not is_plain(x):
-        return convolution_op(*given)
-    if _with_gradients(x, weight):
-        return _Convolution.apply(True, *given)
-    return _run(_as_taken(x, weight, age), *given[3:])
+    return OP(x, weight, age, head_dim, norm, epsilon)
 
 
 def refusal(x: Tensor, weight: Tensor, head_dim: int) -> str | None:
@@ -324,38 +287,3 @@ def refusal(x: Tensor, weight: Tensor, head_dim: int) -> str | None:
         if tensor.dtype not in DTYPES:
             return f"{name} has dtype {tensor.dtype}; with impl='triton' it must be float32, bfloat16 or float16."
     return triton_device.refusal(x.device)
-
-
-def _with_gradients(x: Tensor, weight: Tensor) -> bool:
-    return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-
-
-def _autograd(*given):
-    if _with_gradients(*given[:2]):
-        return _Convolution.apply(False, *given)
-    with torch._C._AutoDispatchBelowAutograd():
-        return convolution_op(*given)
-
-
-def _op(x, weight, age, *options):
-    return _run(_as_taken(x, weight, age), *options)
-
-
-def _backward_op(grad_y, x, weight, age, *options):
-    return _run_backward(_as_taken(x, weight, age), grad_y, *options)
-
-
-def _fake(x, weight, age, head_dim, norm, epsilon):
-    return x.new_empty((*x.shape[:2], x.shape[2] // head_dim, head_dim))
-
-
-def _fake_backward(grad_y, x, weight, *_):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-for _device in ("CPU", "CUDA"):
-    LIBRARY.impl("convolution", _op, _device)
-    LIBRARY.impl("convolution_backward", _backward_op, _device)
-LIBRARY.impl("convolution", _autograd, "Autograd")
-torch.library.register_fake(f"{NAMESPACE}::convolution", _fake, lib=LIBRARY)
-torch.library.register_fake(f"{NAMESPACE}::convolution_backward", _fake_backward, lib=LIBRARY)
