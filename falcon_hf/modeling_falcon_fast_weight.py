@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from falcon_kernels import FalconState, short_convolution
+from falcon_kernels import FalconState, gated_norm, short_convolution
 from falcon_kernels.compaction import Compaction, compaction
 from falcon_kernels.convolution import normalize
 from falcon_kernels.layers import FalconAttention
@@ -82,6 +82,14 @@ class ShortConvolution(nn.Module):
         return heads if window is None else heads[:, window.shape[1] :]
 
 
+class GatedRMSNorm(nn.RMSNorm):
+    """RMS norm of each head with one weight for all of them, and a gate, see `gated_norm`."""
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """[B, T, H, V] to the same shape; gate: [B, T, H * V]."""
+        return gated_norm(x, self.weight, gate, epsilon=self.eps)
+
+
 class FalconFastWeightAttention(nn.Module):
     """Fast-weight attention as a layer: [B, T, hidden_size] to the same shape, causal, its state of one size.
 
@@ -137,7 +145,7 @@ class FalconFastWeightAttention(nn.Module):
             self.q_conv, self.k_conv = ShortConvolution(*of_keys), ShortConvolution(*of_keys)
             self.v_conv = ShortConvolution(*of_values)
         self.recurrence = FalconAttention()
-        self.o_norm = nn.RMSNorm(self.value_dim, eps=config.rms_norm_eps)
+        self.o_norm = GatedRMSNorm(self.value_dim, eps=config.rms_norm_eps)
         self.o_proj = nn.Linear(value_channels, config.hidden_size, bias=False)
         self.reset_parameters()
 
@@ -200,10 +208,8 @@ class FalconFastWeightAttention(nn.Module):
 
         if self.read_scale != 1:
             out = out * self.read_scale
-        out = self.o_norm(out.to(self.o_norm.weight.dtype)).to(v.dtype).flatten(-2)
-        if self.g_proj is not None:
-            out = out * F.silu(self.g_proj(hidden_states))
-        out = self.o_proj(out)
+        gate = None if self.g_proj is None else self.g_proj(hidden_states)
+        out = self.o_proj(self.o_norm(out, gate).flatten(-2))
         if rows is not None:
             out = rows.scatter(out)
         return out.view(shape)

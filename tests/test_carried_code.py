@@ -127,13 +127,14 @@ def test_kernels_of_several_copies_live_beside_those_of_the_package(tmp_path, mo
         package.falcon_step(*step, out.final_state, rule=rule, impl="triton")
         expected = falcon_kernels.falcon_attention(q, k, v, gain, ridge, rule=rule, impl="torch")
         torch.testing.assert_close(out.output, expected.output, atol=1e-4, rtol=1e-4)
-        short, expected = (package.short_convolution(q.flatten(2), weight, 16, impl=i) for i in ("triton", "torch"))
-        torch.testing.assert_close(short, expected)
+        for function, given in (("short_convolution", (q.flatten(2), weight, 16)), ("gated_norm", (q, weight[:16, 0]))):
+            found, expected = (getattr(package, function)(*given, impl=impl) for impl in ("triton", "torch"))
+            torch.testing.assert_close(found, expected)
 
     for package in packages.values():
         run(package)
     assert len({sys.modules[f"{prefix}triton_layout"].NAMESPACE for prefix in packages}) == 4
     prefix, package = packages.popitem()
-    for name in ("triton_attention", "triton_convolution", "triton_step"):  # as a notebook does when they were edited
-        importlib.reload(sys.modules[prefix + name])
+    for name in ("attention", "convolution", "norm", "step"):  # as a notebook does when they were edited
+        importlib.reload(sys.modules[f"{prefix}triton_{name}"])
     run(package)

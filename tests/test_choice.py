@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from cases import VARIANTS, attend, make_inputs, make_state
-from falcon_kernels import FalconState, Rule, api, convolution, falcon_step
+from falcon_kernels import FalconState, Rule, api, convolution, falcon_step, norm
 
 
 @pytest.fixture
@@ -141,11 +141,13 @@ def test_one_token_takes_the_recurrence_on_the_cpu(monkeypatch):
         ({"hip": "6.0"}, torch.float32, 4, 16, "torch"),
     ],
 )
-def test_the_short_convolution_takes_triton_on_a_gpu(card, dtype, taps, head_dim, expected, on_cards):
+def test_convolution_and_norm_take_triton_on_a_gpu(card, dtype, taps, head_dim, expected, on_cards):
     with on_cards(**card):
         x = torch.empty(2, 3, 2 * head_dim, dtype=dtype, device="cuda")
         weight = torch.empty(2 * head_dim, taps, device="cuda")
         assert convolution._best(x, weight, head_dim) == expected
+        if taps <= 8:
+            assert norm._best(x.unflatten(-1, (2, head_dim)), weight[:head_dim, 0], x) == expected
     assert convolution._best(torch.empty(2, 3, 32), torch.empty(32, 4), 16) == "torch"
 
 

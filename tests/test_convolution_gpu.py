@@ -1,9 +1,9 @@
-"""The short convolution as it is used on a GPU: picked, compiled, captured, checkpointed, at large offsets."""
+"""Short convolution and gated norm as they are used on a GPU: picked, compiled, captured, at large offsets."""
 
 import pytest
 import torch
 from cases import assert_same
-from falcon_kernels import short_convolution
+from falcon_kernels import gated_norm, short_convolution
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -132,3 +132,58 @@ def test_tokens_beyond_the_reach_of_32_bits():
     last = x[:, -43:].detach().requires_grad_()
     (of_last,) = torch.autograd.grad(run(last, weight), last, torch.ones_like(y[:, -43:]))
     assert torch.equal(of_x[:, -40:], of_last[:, -40:])
+
+
+def norm_inputs(dtype, *lead, V=64):
+    x, gate = (torch.randn(*lead, V, device="cuda", dtype=dtype).requires_grad_() for _ in range(2))
+    return [x, torch.randn(V, device="cuda").requires_grad_(), gate]
+
+
+def norm_with_gradients(function, tensors):
+    y = function(*tensors)
+    return [y, *torch.autograd.grad(y, tensors, torch.ones_like(y))]
+
+
+@pytest.mark.parametrize("V", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+def test_the_norm_beside_float64_again_and_compiled(dtype, V):
+    tensors = norm_inputs(dtype, 2, 300, 3, V=V)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    have, again, want = (
+        norm_with_gradients(gated_norm, tensors),
+        norm_with_gradients(lambda *t: gated_norm(*t, impl="triton"), tensors),
+        norm_with_gradients(gated_norm, exact),
+    )
+    torch._dynamo.reset()
+    assert_same_bits(again, have)
+    assert_same_bits(norm_with_gradients(torch.compile(gated_norm, fullgraph=True), tensors), have)
+    for a, b in zip(have, want, strict=True):
+        assert_same(a, b, {torch.float32: 4e-6, torch.bfloat16: 1.6e-2, torch.float16: 2.4e-3}[dtype])
+
+
+def test_a_captured_norm_replays():
+    tensors = norm_inputs(torch.bfloat16, 2, 300, 3)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        norm_with_gradients(gated_norm, tensors)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = norm_with_gradients(gated_norm, tensors)
+    with torch.no_grad():
+        tensors[0].copy_(torch.randn_like(tensors[0]))
+    graph.replay()
+    assert_same_bits([t.clone() for t in replayed], norm_with_gradients(gated_norm, tensors))
+
+
+def test_rows_of_the_norm_beyond_the_reach_of_32_bits():
+    x = torch.empty((1 << 25) + 10, 64, dtype=torch.bfloat16, device="cuda").normal_().requires_grad_()
+    weight = torch.randn(64, device="cuda")
+    y = gated_norm(x, weight)
+    (of_x,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    last = x[-20:].detach().requires_grad_()
+    expected = gated_norm(last, weight)
+    (of_last,) = torch.autograd.grad(expected, last, torch.ones_like(expected))
+    assert torch.equal(y[-20:], expected)
+    assert torch.equal(of_x[-20:], of_last)

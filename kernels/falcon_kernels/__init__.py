@@ -3,6 +3,7 @@
 from . import layers
 from .api import FalconOutput, falcon_attention, falcon_step
 from .convolution import short_convolution
+from .norm import gated_norm
 from .rule import RULES, Rule
 from .state import FalconState
 
@@ -13,6 +14,7 @@ __all__ = [
     "Rule",
     "falcon_attention",
     "falcon_step",
+    "gated_norm",
     "layers",
     "short_convolution",
 ]
