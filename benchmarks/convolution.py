@@ -3,19 +3,20 @@
     python benchmarks/convolution.py                          # the table, written to results/convolution.json
     python benchmarks/convolution.py --tune [--shapes 4x8192x12x64]    # other launches, printed only
 
-Inputs are bfloat16 and weights float32, as under autocast; one call stands for each of queries, keys and values of a
-layer. GPU time is the sum of the kernels in a profile; time as called is the median of synchronised calls. `torch` are
-the plain operations. Those of the package flash-linear-attention, a convolution with SiLU and an l2 norm, need it
-installed.
+Inputs are bfloat16 and weights float32, as under autocast. A layer calls the convolution, with SiLU and norm, for each of
+queries, keys and values, and the norm once; here it has no gate. GPU time is the sum of the kernels in a profile; time as
+called is the median of synchronised calls. `torch` are the plain operations. Those of the package flash-linear-attention,
+a convolution with SiLU and an l2 norm, need it installed. `--tune` is for the convolution.
 """
 
 import argparse
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
-from falcon_kernels import launch, short_convolution, triton_convolution
+from falcon_kernels import gated_norm, launch, short_convolution, triton_convolution
 
 sys.path.insert(0, str(Path(__file__).parent))
 from report import report
@@ -40,12 +41,12 @@ def leaves(shape: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor
 
 
 def forms(x: torch.Tensor, weight: torch.Tensor, K: int):
-    """Functions of no arguments by name."""
-
-    def ours(impl: str):
-        return lambda: short_convolution(x, weight, K, norm="rms", impl=impl)
-
-    found = {"triton": ours("triton"), "torch": ours("torch")}
+    """What is computed, by which form, and the function of no arguments that does."""
+    heads, of_heads = x.unflatten(-1, (-1, K)), weight[:K, 0]
+    found = []
+    for impl in ("triton", "torch"):
+        found.append(("norm", impl, partial(gated_norm, heads, of_heads, impl=impl)))
+        found.append(("convolution", impl, partial(short_convolution, x, weight, K, norm="rms", impl=impl)))
     try:
         from fla.modules.causal_conv1d import causal_conv1d
         from fla.modules.norm.l2norm import l2norm
@@ -58,7 +59,7 @@ def forms(x: torch.Tensor, weight: torch.Tensor, K: int):
     def theirs():
         return l2norm(causal_conv1d(x, narrow, activation="silu")[0].unflatten(-1, (-1, K)))
 
-    return found | {"fla": theirs}
+    return [*found, ("convolution", "fla", theirs)]
 
 
 def both_ways(forward, tensors: list[torch.Tensor]):
@@ -118,9 +119,9 @@ def measure(name: str) -> list[dict[str, object]]:
         raise SystemExit(f"{name}: relative RMS error {off:.2g}")
     forward_floor, backward_floor = floors(shape)
     rows: list[dict[str, object]] = []
-    for form, forward in forms(x, weight, shape[-1]).items():
+    for what, form, forward in sorted(forms(x, weight, shape[-1]), key=lambda found: found[0]):
         both = both_ways(forward, [x, weight])
-        row: dict[str, object] = {"B x T x H x K": name, "form": form, "forward floor, ms": forward_floor}
+        row: dict[str, object] = {"B x T x H x K": name, "": what, "form": form, "forward floor, ms": forward_floor}
         with torch.no_grad():
             row["forward GPU, ms"] = sum(kernel_milliseconds(forward).values())
         row["both floor, ms"] = forward_floor + backward_floor
@@ -140,7 +141,7 @@ def main() -> None:
             tune(name)
         return
     rows = [row for name in options.shapes for row in measure(name)]
-    report("convolution", "short convolution, SiLU and norm, bfloat16; floor: bytes at 4.3 TB/s", rows)
+    report("convolution", "around the recurrence, bfloat16; floor: bytes at 4.3 TB/s", rows)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
         [--dtypes bfloat16]
 
 falcon_1 is the window of 0, falcon_2a that of -1, falcon_2 of -2; falcon_3 has the windows of `--sliding`. The short
-convolution is that of -3.
+convolution and the gated norm are that of -3.
 
 Exits with 1 where a `safe` configuration takes more shared memory than 100 KB. Registers and stack (spilled registers
 live there) are the assembler's.
@@ -27,6 +27,7 @@ from falcon_kernels import (
     triton_channel,
     triton_channel_regression,
     triton_convolution,
+    triton_norm,
     triton_regression,
     triton_schedule,
     triton_smoothness,
@@ -43,7 +44,7 @@ FLOATS |= {"grad_gain", "grad_ridge", "grad_weight", "written"}
 FLOATS |= {"memory", "grad_memory", "grad_final", "inverse", "scale", "gram", "sums", "grad_energy"}
 OTHERS = {"bounds": "i64", "first": "i64", "owner": "i64", "lengths": "i64", "previous_valid": "i1", "tail_valid": "i1"}
 OTHERS |= {"age": "i64"}
-INTEGERS = {*NUMBERS, *triton_convolution.NUMBERS, "batch_stride", "stride"}
+INTEGERS = {*NUMBERS, *triton_convolution.NUMBERS, "batch_stride", "stride", "rows"}
 
 
 def resources(kernel, card: str, dtype: torch.dtype, config: launch.Config, constants: dict) -> dict:
@@ -175,15 +176,20 @@ def channel_regression(card: str, dtype: torch.dtype, key_dim: int):
     return channel(card, dtype, key_dim, True)
 
 
-def convolution(dtype: torch.dtype, head_dim: int):
-    """The same of the short convolution, of four taps with a norm, in packed documents."""
-    shape = (1, 65536, head_dim)
-    dtypes = (dtype, torch.float32, torch.int64)
-    plan = triton_convolution.Plan(shape, (0, 0), head_dim, 4, dtypes, torch.device("cpu"), True, 1, 1e-6, True)
-    for name, launcher in (("convolve", plan.forward), ("back", plan.backward)):
-        constants = dict(launcher.constants)
-        config = launch.Config(constants["R"] * constants["BK"], constants.pop("num_warps"), 3)
-        yield name, launcher.kernel, config, constants
+def around(dtype: torch.dtype, head_dim: int):
+    """The same of the short convolution, of four taps with a norm in packed documents, and of the gated norm."""
+    device, wide = torch.device("cpu"), torch.float32
+    convolution = triton_convolution.Plan(
+        (1, 65536, head_dim), (0, 0), head_dim, 4, (dtype, wide, torch.int64), device, True, 1, 1e-6, True
+    )
+    for what, plan in (
+        ("convolve", convolution),
+        ("norm", triton_norm.Plan(65536, head_dim, (dtype,) * 3, 1e-6, True)),
+    ):
+        for name, launcher in ((what, plan.forward), (f"{what} back", plan.backward)):
+            constants = dict(launcher.constants)
+            config = launch.Config(constants["R"] * constants["BK"], constants.pop("num_warps"), 3)
+            yield name, launcher.kernel, config, constants
 
 
 def main() -> int:
@@ -201,7 +207,7 @@ def main() -> int:
             kind = getattr(torch, dtype)
             every = [(0, regression), (-1, channel), (-2, channel_regression)]
             every = [(w, of(options.card, kind, key_dim)) for w, of in every]
-            every += [(-3, convolution(kind, key_dim))]
+            every += [(-3, around(kind, key_dim))]
             every += [(w, launches(options.card, kind, key_dim, w, not options.fresh)) for w in options.windows]
             every += [(w, sliding(options.card, kind, key_dim, w)) for w in options.sliding]
             for window, these in every:
