@@ -1,12 +1,12 @@
-"""Time of the short convolution with SiLU and norm on the GPU, forward and backward, beside the bytes that must move.
+"""Time on the GPU of the short convolution and of the gated norm, forward and backward, beside their bytes.
 
     python benchmarks/convolution.py                          # the table, written to results/convolution.json
-    python benchmarks/convolution.py --tune [--shapes 4x8192x12x64]    # other launches, printed only
+    python benchmarks/convolution.py --tune [--shapes 4x8192x12x64]    # other launches of the convolution, printed only
 
-Inputs are bfloat16 and weights float32, as under autocast. A layer calls the convolution, with SiLU and norm, for each of
-queries, keys and values, and the norm once; here it has no gate. GPU time is the sum of the kernels in a profile; time as
-called is the median of synchronised calls. `torch` are the plain operations. Those of the package flash-linear-attention,
-a convolution with SiLU and an l2 norm, need it installed. `--tune` is for the convolution.
+Inputs are bfloat16 and weights float32, as under autocast. A layer calls the convolution, with SiLU and norm, for each
+of queries, keys and values, and the norm once; here it has no gate. GPU time is the sum of the kernels in a profile;
+time as called is the median of synchronised calls. `torch` are the plain operations. Those of the package
+flash-linear-attention, a convolution with SiLU and an l2 norm, need it installed.
 """
 
 import argparse
