@@ -62,6 +62,7 @@ Model = Annotated[
 Device = Annotated[
     str,
     _model_option(
+        "--device",
         metavar="DEVICE",
         help="auto, cpu, cuda, cuda:1, mps and so on; auto is cuda where there is one, else cpu.",
     ),
@@ -69,6 +70,7 @@ Device = Annotated[
 Dtype = Annotated[
     str,
     _model_option(
+        "--dtype",
         metavar="DTYPE",
         help=f"{', '.join(DTYPES)}; auto is float32 on a CPU and the checkpoint's own elsewhere.",
     ),

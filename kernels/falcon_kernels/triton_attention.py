@@ -158,7 +158,7 @@ def _backward(
     plan: Plan,
     tensors: Sequence[Tensor | None],
     tables: Tables,
-    kept: Sequence[Tensor],
+    kept: Sequence[Tensor | None],
     grad_output: Tensor | None,
     grad_final: Tensor | None,
 ) -> list[Tensor]:
@@ -275,7 +275,8 @@ def _op(*arguments):
 
 def _backward_op(grad_output, grad_final, *arguments):
     planned = _planned((*arguments[:TENSORS], *arguments[TENSORS + KEPT :]))
-    return _backward(*planned, arguments[TENSORS : TENSORS + KEPT], grad_output, grad_final)
+    kept = [t if t is not None and t.numel() else None for t in arguments[TENSORS : TENSORS + KEPT]]
+    return _backward(*planned, kept, grad_output, grad_final)
 
 
 for _device in ("CPU", "CUDA"):
