@@ -44,14 +44,16 @@ def environment() -> dict[str, object]:
     return info
 
 
-def report(name: str, title: str, rows: list[dict[str, object]], **facts: object) -> None:
-    """Prints `rows` as a table and writes them with their environment to results/NAME.json."""
+def report(name: str | None, title: str, rows: list[dict[str, object]], **facts: object) -> None:
+    """Prints `rows` as a table and writes them with their environment to results/NAME.json, unless `name` is None."""
     table = Table(title=title)
     for column in rows[0]:
         table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
     for row in rows:
         table.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
     Console().print(table)
+    if name is None:
+        return
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"environment": environment(), **facts, "rows": rows}, indent=1) + "\n")

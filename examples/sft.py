@@ -113,6 +113,8 @@ def main(
         peft_config=LoraConfig(r=lora, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None,
         callbacks=[StopAtNonFinite()],
     )
+    if lora and trainer.is_fsdp_enabled:
+        raise RecipeError(f"--lora is {lora}, but FSDP is on: train an adapter in one process or under DDP.")
     trainer.train()
     before, after = trainer.state.log_history[0]["eval_loss"], trainer.evaluate()["eval_loss"]
     if lora and trainer.is_world_process_zero():

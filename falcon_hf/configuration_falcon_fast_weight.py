@@ -90,18 +90,6 @@ class FalconFastWeightConfig(PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
     attention_dropout: ClassVar[float] = 0.0
     mlp_bias: ClassVar[bool] = False
-    # The heads of a fast-weight layer share its convolutions and their state, so that layer is replicated.
-    base_model_tp_plan: ClassVar[dict[str, str]] = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
     base_model_pp_plan: ClassVar[dict[str, Any]] = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
@@ -173,7 +161,25 @@ class FalconFastWeightConfig(PreTrainedConfig):
         if self.step_size == "direct" and self.step_size_max is None and self.feature_map == "identity":
             self.step_size_max = {"l2": 2.0, "rms": 2 / self.head_dim}.get(self.qk_norm)
         self.validate_architecture()
+        self.base_model_tp_plan = self._tp_plan()
         super().__post_init__(**kwargs)
+
+    def _tp_plan(self) -> dict[str, str]:
+        """How transformers shards the layers: whole heads to each process. `o_norm` is the same for all heads."""
+        mixer, attention, mlp = "layers.*.linear_attn", "layers.*.self_attn", "layers.*.mlp"
+        plan = {f"{mlp}.gate_proj": "colwise", f"{mlp}.up_proj": "colwise", f"{mlp}.down_proj": "rowwise"}
+        if "linear_attention" in self.layer_types:
+            sharded = ["q_proj", "k_proj", "v_proj", "gain_proj", "gain_bias"]
+            sharded += ["ridge_proj", "ridge_bias"] if self.ridge != "none" else []
+            sharded += ["g_proj"] if self.output_gate else []
+            sharded += ["q_conv.weight", "k_conv.weight", "v_conv.weight"] if self.conv_size else []
+            plan |= {f"{mixer}.{name}": "colwise" for name in sharded} | {f"{mixer}.o_proj": "rowwise"}
+        if "full_attention" in self.layer_types:
+            sharded = ["q_proj", "k_proj", "v_proj"]
+            plan |= {f"{attention}.{name}": "colwise" for name in sharded} | {f"{attention}.o_proj": "rowwise"}
+            norms = ["q_norm", "k_norm"] if self.attention_qk_norm else []
+            plan |= {f"{attention}.{name}": "replicated_with_grad_allreduce" for name in norms}
+        return plan
 
     @property
     def rule_object(self) -> Rule:

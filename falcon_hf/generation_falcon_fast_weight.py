@@ -229,6 +229,8 @@ def refusal(
         what = "a text without a largest length"
     elif len({parameter.device for parameter in model.parameters()}) > 1:
         what = "a model on several devices"
+    elif any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        what = "a model that is sharded over processes"
     elif compile_config is not None and compile_config.mode not in (None, "default"):
         what = f"compile_config with mode {compile_config.mode!r}"
     elif torch.is_autocast_enabled(model.device.type):

@@ -78,16 +78,28 @@ class ShortConvolution(nn.Module):
         """
         if window is not None:
             x = torch.cat([window.to(x.dtype), x], 1)
-        heads = short_convolution(x, self.weight, self.head_dim, norm=self.norm, epsilon=self.epsilon, age=age)
+        weight, options = _own_shard(self.weight), {"norm": self.norm, "epsilon": self.epsilon, "age": age}
+        heads = short_convolution(x, weight, self.head_dim, **options)
         return heads if window is None else heads[:, window.shape[1] :]
 
 
 class GatedRMSNorm(nn.RMSNorm):
     """RMS norm of each head with one weight for all of them, and a gate, see `gated_norm`."""
 
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """[B, T, H, V] to the same shape; gate: [B, T, H * V]."""
-        return gated_norm(x, self.weight, gate, epsilon=self.eps)
+    def forward(self, x: Tensor, gate: Tensor | None = None, sharded: Any = None) -> Tensor:
+        """[B, T, H, V] to the same shape.
+
+        Args:
+            gate: [B, T, H * V].
+            sharded: a parameter that lies on several processes where the heads do.
+        """
+        weight: Tensor = self.weight
+        if hasattr(sharded, "to_local"):
+            from torch.distributed.tensor import DTensor, Partial, Replicate  # not every torch has it
+
+            shared = DTensor.from_local(weight, sharded.device_mesh, [Replicate()], run_check=False)
+            weight = shared.to_local(grad_placements=[Partial()])  # the gradients of all processes are summed
+        return gated_norm(x, weight, gate, epsilon=self.eps)
 
 
 class FalconFastWeightAttention(nn.Module):
@@ -209,7 +221,7 @@ class FalconFastWeightAttention(nn.Module):
         if self.read_scale != 1:
             out = out * self.read_scale
         gate = None if self.g_proj is None else self.g_proj(hidden_states)
-        out = self.o_proj(self.o_norm(out, gate).flatten(-2))
+        out = self.o_proj(self.o_norm(out, gate, self.gain_bias).flatten(-2))
         if rows is not None:
             out = rows.scatter(out)
         return out.view(shape)
@@ -236,7 +248,7 @@ class FalconFastWeightAttention(nn.Module):
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         gain, ridge = self._gain(hidden_states), self._ridge(hidden_states)
         if slot is not None and not slot.is_initialized:
-            slot.lazy_initialization(*self._empty(q.shape[0], v))
+            slot.lazy_initialization(*self._empty(v))
         if slot is not None and slot.state.memory.shape[0] != q.shape[0]:
             raise ValueError(
                 f"cache has {slot.state.memory.shape[0]} rows, but the input has {q.shape[0]}; they must be as many, "
@@ -248,14 +260,14 @@ class FalconFastWeightAttention(nn.Module):
 
     def _gain(self, hidden_states: Tensor) -> Tensor:
         """[B, T, H] or [B, T, H, V] gain in [0, 2], or step size in [0, step_size_max], at least in fp32."""
-        gain = self.largest_gain * torch.sigmoid(_wide(self.gain_proj(hidden_states)) + self.gain_bias)
-        return gain.unflatten(-1, (self.num_heads, self.value_dim)) if self.rule.per_channel else gain
+        gain = self.largest_gain * torch.sigmoid(_wide(self.gain_proj(hidden_states)) + _own_shard(self.gain_bias))
+        return gain.unflatten(-1, (-1, self.value_dim)) if self.rule.per_channel else gain
 
     def _ridge(self, hidden_states: Tensor) -> Tensor | None:
         """[B, T, H] ridge in [0, ridge_scale], at least in fp32."""
         if self.ridge_proj is None:
             return None
-        ridge = torch.sigmoid(_wide(self.ridge_proj(hidden_states)) + self.ridge_bias)
+        ridge = torch.sigmoid(_wide(self.ridge_proj(hidden_states)) + _own_shard(self.ridge_bias))
         return ridge if self.ridge_scale == 1 else self.ridge_scale * ridge
 
     def _convolve(
@@ -264,18 +276,18 @@ class FalconFastWeightAttention(nn.Module):
         """q, k and v by head, after their convolutions and norms, and what these read where there is a cache."""
         if self.q_conv is None:
             return *self._norms(q, k, v), None
+        convolutions = (self.q_conv, self.k_conv, self.v_conv)
         windows, context = [None, None, None], None
         if slot is not None:
             widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
             context = torch.cat([slot.conv_window.to(v.dtype), torch.cat([q, k, v], -1)], 1)
             if q.shape[1] == 1:  # all channels at once, which is fewer operations
-                weight = torch.cat([self.q_conv.weight, self.k_conv.weight, self.v_conv.weight])
+                weight = torch.cat([_own_shard(convolution.weight) for convolution in convolutions])
                 qkv = F.silu((context * weight.T).sum(1, keepdim=True)).to(v.dtype)
                 return *self._norms(*qkv.split(widths, -1)), context
             windows = slot.conv_window.split(widths, -1)
         convolved = (
-            convolution(x, window, age)
-            for convolution, x, window in zip((self.q_conv, self.k_conv, self.v_conv), (q, k, v), windows, strict=True)
+            convolution(x, window, age) for convolution, x, window in zip(convolutions, (q, k, v), windows, strict=True)
         )
         return *convolved, context
 
@@ -284,21 +296,23 @@ class FalconFastWeightAttention(nn.Module):
         q, k = (normalize(x.unflatten(-1, (-1, self.head_dim)), self.qk_norm, self.norm_epsilon) for x in (q, k))
         return q, k, normalize(v.unflatten(-1, (-1, self.value_dim)), self.value_norm, self.norm_epsilon)
 
-    def _empty(self, batch: int, like: Tensor) -> tuple[FalconState, Tensor | None]:
+    def _empty(self, v: Tensor) -> tuple[FalconState, Tensor | None]:
+        """State and convolution window before any token, for values [B, T, H V]: of the heads that are here."""
+        heads = v.shape[-1] // self.value_dim
         state = FalconState.zeros(
             self.rule,
-            batch,
-            self.num_heads,
+            v.shape[0],
+            heads,
             self.head_dim,
             self.value_dim,
-            dtype=like.dtype,
-            device=like.device,
+            dtype=v.dtype,
+            device=v.device,
         )
-        return state, self._empty_window(batch, like) if self.conv_size else None
+        return state, self._empty_window(v) if self.conv_size else None
 
-    def _empty_window(self, batch: int, like: Tensor) -> Tensor:
-        channels = self.num_heads * (2 * self.head_dim + self.value_dim)
-        return like.new_zeros(batch, self.conv_size - 1, channels)
+    def _empty_window(self, v: Tensor) -> Tensor:
+        channels = v.shape[-1] // self.value_dim * (2 * self.head_dim + self.value_dim)
+        return v.new_zeros(v.shape[0], self.conv_size - 1, channels)
 
 
 def initial_ridge_bias(config: FalconFastWeightConfig) -> Tensor:
@@ -341,6 +355,11 @@ FEATURE_MAPS = {
     "elu_plus_one": lambda x: F.elu(x) + 1,
     "softplus": F.softplus,
 }
+
+
+def _own_shard(parameter: Tensor) -> Tensor:
+    """The part that is here of a parameter that may be sharded over processes."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -394,6 +413,17 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
         "hidden_states": FalconFastWeightDecoderLayer,
         "attentions": [LlamaAttention, Qwen3Attention],
     }
+
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, mesh):
+        """As in transformers, but heads that cannot be shared out evenly over the processes are an error."""
+        size = 1 if distributed_config is None else distributed_config.tp_size or 1
+        names = ["num_attention_heads"]
+        names += ["num_key_value_heads"] if "full_attention" in model.config.layer_types else []
+        for name in names:
+            if (heads := getattr(model.config, name)) % size:
+                raise ValueError(f"{name} is {heads}, which {size} processes cannot share; tp_size must divide it.")
+        return super().maybe_distribute_model(model, distributed_config, mesh)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -643,6 +673,7 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # noqa: RUF012
     fused_loss: Callable[..., Tensor] | None = None  # head and loss together, see falcon_hf.fused_loss
     generate_on_device = staticmethod(generate_on_device)
@@ -688,7 +719,7 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
         kept = _kept(outputs.last_hidden_state, logits_to_keep)
         logits, loss = None, None
         if self.fused_loss is not None and self.training and labels is not None:
-            loss = self.fused_loss(kept, self.lm_head, labels, **kwargs)
+            loss = self.fused_loss(kept, self.lm_head, labels=labels, **kwargs)
         else:
             logits = self.lm_head(kept)
             if labels is not None:

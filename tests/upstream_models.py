@@ -68,7 +68,6 @@ NOT_FOR_US = {
 }
 NOT_WITHOUT_ATTENTION = {
     "test_model_rope_scaling_from_config": "only full_attention layers have rotary positions",
-    "test_tp_plan_matches_params": "the plan is for models with full_attention layers too",
 }
 
 
