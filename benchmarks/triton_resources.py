@@ -3,7 +3,8 @@
     python benchmarks/triton_resources.py [--card safe] [--fresh] [--key-dims 64] [--windows 1 4] [--sliding 4]
         [--dtypes bfloat16]
 
-falcon_1 is the window of 0, falcon_2a that of -1, falcon_2 of -2; falcon_3 has the windows of `--sliding`.
+falcon_1 is the window of 0, falcon_2a that of -1, falcon_2 of -2; falcon_3 has the windows of `--sliding`. The short
+convolution and the gated norm are that of -3.
 
 Exits with 1 where a `safe` configuration takes more shared memory than 100 KB. Registers and stack (spilled registers
 live there) are the assembler's.
@@ -25,6 +26,8 @@ from falcon_kernels import (
     triton_additive,
     triton_channel,
     triton_channel_regression,
+    triton_convolution,
+    triton_norm,
     triton_regression,
     triton_schedule,
     triton_smoothness,
@@ -37,9 +40,11 @@ from triton.compiler import ASTSource
 TARGETS = {"large": GPUTarget("cuda", 90, 32), "safe": GPUTarget("cuda", 86, 32)}
 SHARED = {"large": 227 * 1024, "safe": 99 * 1024}
 FLOATS = {"weight", "log_decay", "w", "u", "c", "initial", "final", "part_decay", "gain", "ridge", "energy"}
-FLOATS |= {"grad_gain", "grad_ridge", "written"}
+FLOATS |= {"grad_gain", "grad_ridge", "grad_weight", "written"}
 FLOATS |= {"memory", "grad_memory", "grad_final", "inverse", "scale", "gram", "sums", "grad_energy"}
 OTHERS = {"bounds": "i64", "first": "i64", "owner": "i64", "lengths": "i64", "previous_valid": "i1", "tail_valid": "i1"}
+OTHERS |= {"age": "i64"}
+INTEGERS = {*NUMBERS, *triton_convolution.NUMBERS, "batch_stride", "stride", "rows"}
 
 
 def resources(kernel, card: str, dtype: torch.dtype, config: launch.Config, constants: dict) -> dict:
@@ -49,8 +54,10 @@ def resources(kernel, card: str, dtype: torch.dtype, config: launch.Config, cons
     for i, name in enumerate(names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name in NUMBERS:
+        elif name in INTEGERS:
             signature[name] = "i32"
+            if name in ("batch_stride", "stride"):
+                attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             floats = FLOATS - {"w"} if kernel.__module__ == triton_regression.__name__ else FLOATS
             signature[name] = "*" + ("fp32" if name in floats else OTHERS.get(name, letters))
@@ -169,6 +176,22 @@ def channel_regression(card: str, dtype: torch.dtype, key_dim: int):
     return channel(card, dtype, key_dim, True)
 
 
+def around(dtype: torch.dtype, head_dim: int):
+    """The same of the short convolution, of four taps with a norm in packed documents, and of the gated norm."""
+    device, wide = torch.device("cpu"), torch.float32
+    convolution = triton_convolution.Plan(
+        (1, 65536, head_dim), (0, 0), head_dim, 4, (dtype, wide, torch.int64), device, True, 1, 1e-6, True
+    )
+    for what, plan in (
+        ("convolve", convolution),
+        ("norm", triton_norm.Plan(65536, head_dim, (dtype,) * 3, 1e-6, True)),
+    ):
+        for name, launcher in ((what, plan.forward), (f"{what} back", plan.backward)):
+            constants = dict(launcher.constants)
+            config = launch.Config(constants["R"] * constants["BK"], constants.pop("num_warps"), 3)
+            yield name, launcher.kernel, config, constants
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--card", choices=list(TARGETS), default="large")
@@ -184,6 +207,7 @@ def main() -> int:
             kind = getattr(torch, dtype)
             every = [(0, regression), (-1, channel), (-2, channel_regression)]
             every = [(w, of(options.card, kind, key_dim)) for w, of in every]
+            every += [(-3, around(kind, key_dim))]
             every += [(w, launches(options.card, kind, key_dim, w, not options.fresh)) for w in options.windows]
             every += [(w, sliding(options.card, kind, key_dim, w)) for w in options.sliding]
             for window, these in every:

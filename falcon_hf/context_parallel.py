@@ -144,8 +144,8 @@ class _AttentionOverRanks(nn.Module):
 
 def _reach_left(group, convolution: ShortConvolution, args: tuple) -> tuple:
     """The inputs of a convolution, with the last tokens of the left neighbour before this rank's."""
-    x, window, *rest = args
-    reach = window.shape[1]
+    x, _, *rest = args
+    reach = convolution.weight.shape[1] - 1
     if not reach:
         return args
     if x.shape[1] < reach:

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from falcon_kernels import FalconState
+from falcon_kernels import FalconState, gated_norm, short_convolution
 from falcon_kernels.compaction import Compaction, compaction
+from falcon_kernels.convolution import normalize
 from falcon_kernels.layers import FalconAttention
 from huggingface_hub import create_repo
 from torch import Tensor, nn
@@ -55,10 +56,11 @@ use_kernel_forward_from_hub("FalconAttention")(FalconAttention)
 
 
 class ShortConvolution(nn.Module):
-    """Causal convolution of each channel with itself, then SiLU. The last weight is the token's own."""
+    """Causal convolution of each channel with itself, SiLU, and a norm of each head, see `short_convolution`."""
 
-    def __init__(self, channels: int, size: int):
+    def __init__(self, channels: int, size: int, head_dim: int, norm: str, epsilon: float):
         super().__init__()
+        self.head_dim, self.norm, self.epsilon = head_dim, norm, epsilon
         self.weight = nn.Parameter(torch.empty(channels, size))
         self.reset_parameters()
 
@@ -66,40 +68,38 @@ class ShortConvolution(nn.Module):
         bound = self.weight.shape[1] ** -0.5
         init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x: Tensor, window: Tensor, age: Tensor | None = None) -> Tensor:
-        """[B, T, C] to the same shape.
+    def forward(self, x: Tensor, window: Tensor | None = None, age: Tensor | None = None) -> Tensor:
+        """[B, T, channels] to [B, T, H, head_dim].
 
         Args:
-            x: [B, T, C].
-            window: [B, size - 1, C], the tokens before x, 0 where there were none.
+            x: [B, T, channels].
+            window: [B, size - 1, channels], the tokens before x; by default there were none.
             age: [T], for packed documents the index of each token in its own, beyond which it sees nothing.
         """
-        weight, length = _own_shard(self.weight), x.shape[1]
-        size = weight.shape[1]
-        context = torch.cat([window.to(x.dtype), x], 1)
-        if length == 1:
-            return F.silu((context * weight.T).sum(1, keepdim=True)).to(x.dtype)
-        total = x * weight[:, -1]
-        for back in range(1, size):
-            earlier = context[:, size - 1 - back : size - 1 - back + length]
-            if age is not None:
-                earlier = torch.where((age >= back)[:, None], earlier, 0)
-            total = total + earlier * weight[:, -1 - back]
-        return F.silu(total).to(x.dtype)
+        if window is not None:
+            x = torch.cat([window.to(x.dtype), x], 1)
+        weight, options = _own_shard(self.weight), {"norm": self.norm, "epsilon": self.epsilon, "age": age}
+        heads = short_convolution(x, weight, self.head_dim, **options)
+        return heads if window is None else heads[:, window.shape[1] :]
 
 
-class HeadRMSNorm(nn.RMSNorm):
-    """RMS norm of each head, with one weight for all of them."""
+class GatedRMSNorm(nn.RMSNorm):
+    """RMS norm of each head with one weight for all of them, and a gate, see `gated_norm`."""
 
-    def forward(self, x: Tensor, sharded: Any = None) -> Tensor:
-        """[..., H, V] to the same shape; `sharded` is a parameter that lies on several processes where the heads do."""
-        if not hasattr(sharded, "to_local"):
-            return super().forward(x)
-        from torch.distributed.tensor import DTensor, Partial, Replicate  # not every torch has it
+    def forward(self, x: Tensor, gate: Tensor | None = None, sharded: Any = None) -> Tensor:
+        """[B, T, H, V] to the same shape.
 
-        shared = DTensor.from_local(self.weight, sharded.device_mesh, [Replicate()], run_check=False)
-        weight = shared.to_local(grad_placements=[Partial()])  # the gradients of all processes are summed
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        Args:
+            gate: [B, T, H * V].
+            sharded: a parameter that lies on several processes where the heads do.
+        """
+        weight: Tensor = self.weight
+        if hasattr(sharded, "to_local"):
+            from torch.distributed.tensor import DTensor, Partial, Replicate  # not every torch has it
+
+            shared = DTensor.from_local(weight, sharded.device_mesh, [Replicate()], run_check=False)
+            weight = shared.to_local(grad_placements=[Partial()])  # the gradients of all processes are summed
+        return gated_norm(x, weight, gate, epsilon=self.eps)
 
 
 class FalconFastWeightAttention(nn.Module):
@@ -150,11 +150,14 @@ class FalconFastWeightAttention(nn.Module):
             self.ridge_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
             self.ridge_bias = nn.Parameter(torch.empty(self.num_heads))
         self.g_proj = nn.Linear(config.hidden_size, value_channels, bias=False) if config.output_gate else None
-        self.q_conv = ShortConvolution(key_channels, config.conv_size) if config.conv_size else None
-        self.k_conv = ShortConvolution(key_channels, config.conv_size) if config.conv_size else None
-        self.v_conv = ShortConvolution(value_channels, config.conv_size) if config.conv_size else None
+        self.q_conv, self.k_conv, self.v_conv = None, None, None
+        if config.conv_size:
+            of_keys = key_channels, config.conv_size, self.head_dim, self.qk_norm, self.norm_epsilon
+            of_values = value_channels, config.conv_size, self.value_dim, self.value_norm, self.norm_epsilon
+            self.q_conv, self.k_conv = ShortConvolution(*of_keys), ShortConvolution(*of_keys)
+            self.v_conv = ShortConvolution(*of_values)
         self.recurrence = FalconAttention()
-        self.o_norm = HeadRMSNorm(self.value_dim, eps=config.rms_norm_eps)
+        self.o_norm = GatedRMSNorm(self.value_dim, eps=config.rms_norm_eps)
         self.o_proj = nn.Linear(value_channels, config.hidden_size, bias=False)
         self.reset_parameters()
 
@@ -217,10 +220,8 @@ class FalconFastWeightAttention(nn.Module):
 
         if self.read_scale != 1:
             out = out * self.read_scale
-        out = self.o_norm(out.to(self.o_norm.weight.dtype), self.gain_bias).to(v.dtype).flatten(-2)
-        if self.g_proj is not None:
-            out = out * F.silu(self.g_proj(hidden_states))
-        out = self.o_proj(out)
+        gate = None if self.g_proj is None else self.g_proj(hidden_states)
+        out = self.o_proj(self.o_norm(out, gate, self.gain_bias).flatten(-2))
         if rows is not None:
             out = rows.scatter(out)
         return out.view(shape)
@@ -254,14 +255,8 @@ class FalconFastWeightAttention(nn.Module):
                 "which cache.batch_repeat_interleave can bring about."
             )
         q, k, v, context = self._convolve(q, k, v, slot, age)
-        q = self._features(q.unflatten(-1, (-1, self.head_dim)))
-        k = self._features(k.unflatten(-1, (-1, self.head_dim)))
-        v = _normalize(
-            v.unflatten(-1, (-1, self.value_dim)),
-            self.value_norm,
-            self.norm_epsilon,
-        )
-        return q, k, v, gain, ridge, context
+        feature_map = FEATURE_MAPS[self.feature_map]
+        return feature_map(q), feature_map(k), v, gain, ridge, context
 
     def _gain(self, hidden_states: Tensor) -> Tensor:
         """[B, T, H] or [B, T, H, V] gain in [0, 2], or step size in [0, step_size_max], at least in fp32."""
@@ -275,30 +270,31 @@ class FalconFastWeightAttention(nn.Module):
         ridge = torch.sigmoid(_wide(self.ridge_proj(hidden_states)) + _own_shard(self.ridge_bias))
         return ridge if self.ridge_scale == 1 else self.ridge_scale * ridge
 
-    def _features(self, x: Tensor) -> Tensor:
-        return FEATURE_MAPS[self.feature_map](_normalize(x, self.qk_norm, self.norm_epsilon))
-
     def _convolve(
         self, q: Tensor, k: Tensor, v: Tensor, slot, age: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k and v after their convolutions, and what these read where there is a cache."""
+        """q, k and v by head, after their convolutions and norms, and what these read where there is a cache."""
         if self.q_conv is None:
-            return q, k, v, None
-        before = self._empty_window(v) if slot is None else slot.conv_window
-        widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
+            return *self._norms(q, k, v), None
         convolutions = (self.q_conv, self.k_conv, self.v_conv)
-        context = None
+        windows, context = [None, None, None], None
         if slot is not None:
-            context = torch.cat([before.to(v.dtype), torch.cat([q, k, v], -1)], 1)
+            widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
+            context = torch.cat([slot.conv_window.to(v.dtype), torch.cat([q, k, v], -1)], 1)
             if q.shape[1] == 1:  # all channels at once, which is fewer operations
                 weight = torch.cat([_own_shard(convolution.weight) for convolution in convolutions])
                 qkv = F.silu((context * weight.T).sum(1, keepdim=True)).to(v.dtype)
-                return (*qkv.split(widths, -1), context)
+                return *self._norms(*qkv.split(widths, -1)), context
+            windows = slot.conv_window.split(widths, -1)
         convolved = (
-            convolution(x, part, age)
-            for convolution, x, part in zip(convolutions, (q, k, v), before.split(widths, -1), strict=True)
+            convolution(x, window, age) for convolution, x, window in zip(convolutions, (q, k, v), windows, strict=True)
         )
-        return (*convolved, context)
+        return *convolved, context
+
+    def _norms(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v by head, after their norms."""
+        q, k = (normalize(x.unflatten(-1, (-1, self.head_dim)), self.qk_norm, self.norm_epsilon) for x in (q, k))
+        return q, k, normalize(v.unflatten(-1, (-1, self.value_dim)), self.value_norm, self.norm_epsilon)
 
     def _empty(self, v: Tensor) -> tuple[FalconState, Tensor | None]:
         """State and convolution window before any token, for values [B, T, H V]: of the heads that are here."""
@@ -359,14 +355,6 @@ FEATURE_MAPS = {
     "elu_plus_one": lambda x: F.elu(x) + 1,
     "softplus": F.softplus,
 }
-
-
-def _normalize(x: Tensor, norm: str, epsilon: float) -> Tensor:
-    if norm == "none":
-        return x
-    if norm == "rms":
-        return F.rms_norm(x, x.shape[-1:], eps=epsilon)
-    return (_wide(x) * torch.rsqrt(_wide(x).square().sum(-1, keepdim=True) + epsilon)).to(x.dtype)
 
 
 def _own_shard(parameter: Tensor) -> Tensor:

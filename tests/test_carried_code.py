@@ -111,6 +111,7 @@ def test_kernels_of_several_copies_live_beside_those_of_the_package(tmp_path, mo
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k, v = torch.randn(3, 1, 20, 2, 16, generator=torch.Generator().manual_seed(0)).to(device)
     gain = ridge = torch.ones(1, 20, 2, device=device)
+    weight = torch.ones(32, 4, device=device)
     step = [x[:, 0] for x in (q, k, v, gain, ridge)]
     packages = {"falcon_kernels.": falcon_kernels}  # by what the names of their modules begin with
     for name in ("one", "two", "a/last", "b/last"):
@@ -126,11 +127,14 @@ def test_kernels_of_several_copies_live_beside_those_of_the_package(tmp_path, mo
         package.falcon_step(*step, out.final_state, rule=rule, impl="triton")
         expected = falcon_kernels.falcon_attention(q, k, v, gain, ridge, rule=rule, impl="torch")
         torch.testing.assert_close(out.output, expected.output, atol=1e-4, rtol=1e-4)
+        for function, given in (("short_convolution", (q.flatten(2), weight, 16)), ("gated_norm", (q, weight[:16, 0]))):
+            found, expected = (getattr(package, function)(*given, impl=impl) for impl in ("triton", "torch"))
+            torch.testing.assert_close(found, expected)
 
     for package in packages.values():
         run(package)
     assert len({sys.modules[f"{prefix}triton_layout"].NAMESPACE for prefix in packages}) == 4
     prefix, package = packages.popitem()
-    for name in ("triton_attention", "triton_step"):  # as a notebook does when they were edited
-        importlib.reload(sys.modules[prefix + name])
+    for name in ("attention", "convolution", "norm", "step"):  # as a notebook does when they were edited
+        importlib.reload(sys.modules[f"{prefix}triton_{name}"])
     run(package)

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from cases import VARIANTS, attend, make_inputs, make_state
-from falcon_kernels import FalconState, Rule, api, falcon_step
+from falcon_kernels import FalconState, Rule, api, convolution, falcon_step, norm
 
 
 @pytest.fixture
@@ -126,6 +126,30 @@ def test_one_token_takes_the_recurrence_on_the_cpu(monkeypatch):
     monkeypatch.setattr(api.reference, "step", lambda *a: names.append("reference") or (a[2], a[5]))
     falcon_step(*(t[:, 0] for t in make_inputs(rule).values()), make_state(rule), rule=rule)
     assert names == ["reference"]
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "taps", "head_dim", "expected"),
+    [
+        ({}, torch.float32, 4, 16, "triton"),
+        ({}, torch.bfloat16, 8, 256, "triton"),
+        ({}, torch.float16, 1, 5, "triton"),
+        ({}, torch.float64, 4, 16, "torch"),
+        ({}, torch.float32, 9, 16, "torch"),
+        ({}, torch.float32, 4, 257, "torch"),
+        ({"capability": (7, 5)}, torch.float32, 4, 16, "torch"),
+        ({"hip": "6.0"}, torch.float32, 4, 16, "torch"),
+    ],
+)
+def test_convolution_and_norm_take_triton_on_a_gpu(card, dtype, taps, head_dim, expected, on_cards):
+    with on_cards(**card):
+        x = torch.empty(2, 3, 2 * head_dim, dtype=dtype, device="cuda")
+        weight = torch.empty(2 * head_dim, taps, device="cuda")
+        assert convolution._best(x, weight, head_dim) == expected
+        if taps <= 8:
+            of_heads = torch.empty(head_dim, device="cuda")
+            assert norm._best(x.unflatten(-1, (2, head_dim)), of_heads, x) == expected
+    assert convolution._best(torch.empty(2, 3, 32), torch.empty(32, 4), 16) == "torch"
 
 
 def test_the_choice_breaks_no_graph(on_cards, monkeypatch):

@@ -334,10 +334,11 @@ def test_reads_are_scaled_before_their_norm():
 @torch.no_grad()
 def test_the_short_convolution_is_a_causal_convolution():
     mixer = FalconFastWeightAttention(tiny_config(conv_size=4)).double()
-    x = torch.randn(2, 7, 16, dtype=torch.float64)
-    weight = mixer.q_conv.weight[:, None]
-    expected = F.silu(F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), weight, groups=16).transpose(1, 2))
-    torch.testing.assert_close(mixer.q_conv(x, x.new_zeros(2, 3, 16)), expected, **EXACT)
+    x, window = torch.randn(2, 7, 16, dtype=torch.float64), torch.randn(2, 3, 16, dtype=torch.float64)
+    weight = mixer.v_conv.weight[:, None]
+    for before, given in ((window, (window,)), (torch.zeros_like(window), ())):
+        expected = F.silu(F.conv1d(torch.cat([before, x], 1).transpose(1, 2), weight, groups=16).transpose(1, 2))
+        torch.testing.assert_close(mixer.v_conv(x, *given).flatten(2), expected, **EXACT)
 
 
 @pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification])

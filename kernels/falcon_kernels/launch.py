@@ -170,6 +170,18 @@ WIDE_WINDOW = {  # 4-byte operands, on any card, by K
 }
 
 
+class Walk(NamedTuple):
+    """Sizes of a launch whose programs take one tile after another."""
+
+    tile: int  # numbers at a time: rows x channels, these made up to a power of two
+    steps: int  # tiles at most
+    warps: int
+
+
+CONVOLUTION = {2: (Walk(1024, 32, 4), Walk(512, 32, 4)), 4: (Walk(512, 32, 4),) * 2}  # by bytes: forward, backward
+NORM = {2: (Walk(1024, 4, 4), Walk(1024, 16, 4)), 4: (Walk(512, 4, 4), Walk(512, 16, 4))}
+
+
 def padded(channels: int, operand_bytes: int) -> int:
     """Channels of a tile that holds all of them: a power of two.
 

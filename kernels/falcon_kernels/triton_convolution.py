@@ -1,0 +1,289 @@
+"""`falcon_kernels::short_convolution` and its backward: causal convolution, SiLU and norm of each head in one pass.
+
+A program walks along tokens of one head: its tile is [R, K], R walks of `steps` tokens side by side, one after another
+in the sequence. A step takes one token of each walk, loaded a step ahead. The last TAPS inputs of a walk stay in
+registers, so that an input is read once, but for the TAPS - 1 before each walk. The backward computes the forward again
+and walks TAPS - 1 tokens further, as an input's gradient is complete once that many tokens after it are read. Weight
+gradients are summed along walks, then over the walks of a program, then over programs by one reduction: the same bits
+at every run.
+
+With u the convolution, s = u sigmoid(u), and y = r s where r = (mean or sum of s^2, + epsilon)^(-1/2), or r = 1:
+
+    ds = r dy - r^3 s sum(s dy) (/ K for the mean)      du = ds (sigmoid(u) + s (1 - sigmoid(u)))
+    dx_t = sum_i w_i du_{t+i}                           dw_i = sum_t du_t x_{t-i}
+
+Floor a token and head, in K numbers: forward one read and one written, backward two and one.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch, triton_device
+from .launcher import Launcher
+from .triton_layout import NAMESPACE, load_rows, store_rows
+from .triton_op import Op
+
+LARGEST_WIDTH, MOST_TAPS = 256, 8
+FEWEST_STEPS = 8  # of a walk, where it is cut shorter to fill the card
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NUMBERS = ["length", "heads", "blocks", "steps"]  # no recompilation when these change
+
+
+@triton.jit
+def _weights(weight, head, columns, K: tl.constexpr, TAPS: tl.constexpr):
+    """Of a head's channels, a tuple of [BK] with that of the oldest token first."""
+    found = ()
+    for i in tl.static_range(TAPS):
+        one = tl.load(weight + (head * K + columns) * TAPS + i, mask=columns < K, other=0.0)
+        found += (one.to(tl.float32),)
+    return found
+
+
+@triton.jit
+def _inputs(x, place, length, columns, stride, K: tl.constexpr):
+    """[R, BK] inputs of the tokens `place` [R], 0 past both ends."""
+    return load_rows(x + place * stride, (place >= 0) & (place < length), columns, K)
+
+
+@triton.jit
+def _before(x, place, length, columns, stride, K: tl.constexpr, TAPS: tl.constexpr):
+    """Inputs of the TAPS tokens before `place` [R], without the oldest, which no later token sees: a tuple."""
+    found = (tl.zeros([place.shape[0], columns.shape[0]], tl.float32),)
+    for back in tl.static_range(1, TAPS):
+        found += (_inputs(x, place - (TAPS - back), length, columns, stride, K).to(tl.float32),)
+    return found
+
+
+@triton.jit
+def _seen(window, age, place, length, TAPS: tl.constexpr, PACKED: tl.constexpr):
+    """The inputs `window` as the tokens `place` [R] see them, and [R] the indices of these in their documents."""
+    if PACKED:
+        index = tl.load(age + place, mask=place < length, other=0).to(tl.int32)
+        found = ()
+        for i in tl.static_range(TAPS - 1):
+            found += (tl.where((index >= TAPS - 1 - i)[:, None], window[i], 0.0),)
+        found += (window[TAPS - 1],)
+        return found, index
+    else:
+        return window, place
+
+
+@triton.jit
+def _activation(seen, weights, TAPS: tl.constexpr):
+    """[R, BK] SiLU of the convolution, and the sigmoid in it."""
+    u = seen[TAPS - 1] * weights[TAPS - 1][None, :]
+    for back in tl.static_range(1, TAPS):
+        u += seen[TAPS - 1 - back] * weights[TAPS - 1 - back][None, :]
+    sigmoid = 1.0 / (1.0 + tl.exp(-u))
+    return u * sigmoid, sigmoid
+
+
+@triton.jit
+def factor(s, K: tl.constexpr, MEAN: tl.constexpr, EPSILON: tl.constexpr):
+    """[R] what the norm multiplies the rows of s by."""
+    square = tl.sum(s * s, 1)
+    if MEAN:
+        square = square * (1.0 / K)
+    return tl.rsqrt(square + EPSILON)
+
+
+@triton.jit
+def _walks(heads, blocks, steps, R: tl.constexpr):
+    """Row of the batch, head, and [R] the first tokens of the walks of this program, all int64."""
+    program = tl.program_id(0).to(tl.int64)
+    block = program // heads
+    first = (block % blocks) * (R * steps) + tl.arange(0, R) * steps
+    return block // blocks, program % heads, first
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _forward(
+    x, weight, age, y, length, heads, blocks, steps, batch_stride, stride,
+    K: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, TAPS: tl.constexpr, NORM: tl.constexpr, MEAN: tl.constexpr,
+    EPSILON: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    row, head, first = _walks(heads, blocks, steps, R)
+    columns = tl.arange(0, BK)
+    weights = _weights(weight, head, columns, K, TAPS)
+    x += row * batch_stride + head * K
+    y += (row * length * heads + head) * K
+    window = _before(x, first, length, columns, stride, K, TAPS)
+    ahead = _inputs(x, first, length, columns, stride, K)
+    for step in range(steps):
+        place = first + step
+        window = window[1:]
+        window += (ahead.to(tl.float32),)
+        ahead = _inputs(x, place + 1, length, columns, stride, K)
+        seen, _ = _seen(window, age, place, length, TAPS, PACKED)
+        s, _ = _activation(seen, weights, TAPS)
+        if NORM:
+            s *= factor(s, K, MEAN, EPSILON)[:, None]
+        store_rows(y + place * (heads * K), s, place < length, columns, K)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _backward(
+    grad_y, x, weight, age, grad_x, grad_weight, length, heads, blocks, steps, batch_stride, stride,
+    K: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, TAPS: tl.constexpr, NORM: tl.constexpr, MEAN: tl.constexpr,
+    EPSILON: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """`grad_weight` [programs / heads, heads * K, TAPS] float32."""
+    row, head, first = _walks(heads, blocks, steps, R)
+    columns = tl.arange(0, BK)
+    weights = _weights(weight, head, columns, K, TAPS)
+    x += row * batch_stride + head * K
+    grad_y += (row * length * heads + head) * K
+    grad_x += (row * length * heads + head) * K
+    window = _before(x, first, length, columns, stride, K, TAPS)
+    zero = tl.zeros([R, BK], tl.float32)
+    pending = ()  # input gradients of the last TAPS tokens
+    sums = ()  # weight gradients
+    for _ in tl.static_range(TAPS):
+        pending += (zero,)
+        sums += (zero,)
+    ahead = _inputs(x, first, length, columns, stride, K)
+    grad_ahead = _inputs(grad_y, first, length, columns, heads * K, K)
+    for step in range(steps + TAPS - 1):
+        place = first + step
+        window = window[1:]
+        window += (ahead.to(tl.float32),)
+        dy = grad_ahead.to(tl.float32)
+        ahead = _inputs(x, place + 1, length, columns, stride, K)
+        grad_ahead = _inputs(grad_y, place + 1, length, columns, heads * K, K)
+        seen, index = _seen(window, age, place, length, TAPS, PACKED)
+        s, sigmoid = _activation(seen, weights, TAPS)
+        if NORM:
+            r = factor(s, K, MEAN, EPSILON)
+            along = r * r * r * tl.sum(s * dy, 1)
+            if MEAN:
+                along = along * (1.0 / K)
+            dy = r[:, None] * dy - along[:, None] * s
+        du = dy * (sigmoid + s * (1.0 - sigmoid))
+        own = tl.where(step < steps, du, 0.0)  # the tokens after a walk are another's
+        added = ()
+        reached = ()
+        for i in tl.static_range(TAPS):
+            added += (sums[i] + own * seen[i],)
+            share = du * weights[i][None, :]
+            if PACKED and i < TAPS - 1:
+                share = tl.where((index >= TAPS - 1 - i)[:, None], share, 0.0)
+            if i < TAPS - 1:
+                share += pending[i + 1]
+            reached += (share,)
+        sums = added
+        pending = reached
+        done = place - (TAPS - 1)
+        there = (step >= TAPS - 1) & (done < length)
+        store_rows(grad_x + done * (heads * K), pending[0], there, columns, K)
+    block = row * blocks + (tl.program_id(0) // heads) % blocks
+    into = grad_weight + ((block * heads + head) * K + columns) * TAPS
+    for i in tl.static_range(TAPS):
+        tl.store(into + i, tl.sum(sums[i], 0), mask=columns < K)
+
+
+class Plan:
+    """The two launches for inputs of one shape."""
+
+    def __init__(self, shape, strides, head_dim, taps, dtypes, device, packed, norm, epsilon, aligned):
+        batch, length, channels = shape
+        heads, tile = channels // head_dim, max(16, triton.next_power_of_2(head_dim))
+        constants = {
+            "K": head_dim, "BK": tile, "TAPS": taps, "NORM": norm != 0, "MEAN": norm == 1, "EPSILON": epsilon,
+            "PACKED": packed,
+        }  # fmt: skip
+        launchers, numbers = [], []
+        for kernel, config in zip((_forward, _backward), launch.CONVOLUTION[dtypes[0].itemsize], strict=True):
+            walks = max(1, config.tile // tile)
+            steps = max(1, min(config.steps, -(-length // walks)))
+            while steps > FEWEST_STEPS and batch * heads * -(-length // (walks * steps)) < launch.card(device)[1]:
+                steps //= 2
+            blocks = -(-length // (walks * steps))
+            options = {"R": walks, "num_warps": config.warps}
+            launchers.append(Launcher(kernel, (batch * blocks * heads,), constants | options, aligned=aligned))
+            numbers.append((length, heads, blocks, steps, *strides))
+        self.forward, self.backward = launchers
+        self.forward_numbers, self.backward_numbers = numbers
+        self.output = (batch, length, heads, head_dim)
+        self.partial = (batch * numbers[1][2], channels, taps)
+
+
+plan_of = lru_cache(maxsize=1024)(Plan)
+
+
+def _planned(tensors, head_dim: int, norm: int, epsilon: float) -> Plan:
+    """The plan for x, weight and age, and perhaps the output's gradient, as the kernels take them."""
+    x, weight, age, *_ = tensors
+    aligned = all([t is None or t.data_ptr() % 16 == 0 for t in tensors])
+    dtypes = tuple([None if t is None else t.dtype for t in tensors[:3]])
+    return plan_of(
+        x.shape, x.stride()[:2], head_dim, weight.shape[1], dtypes, x.device, age is not None, norm, epsilon, aligned
+    )
+
+
+def _in_rows(x: Tensor, weight: Tensor, age: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The tensors as the kernels take them, the channels of a token in a row."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x, weight.contiguous(), None if age is None else age.contiguous()
+
+
+def _run(tensors, *options) -> Tensor:
+    tensors = _in_rows(*tensors)
+    plan = _planned(tensors, *options)
+    y = tensors[0].new_empty(plan.output)
+    if y.numel():
+        plan.forward(*tensors, y, *plan.forward_numbers)
+    return y
+
+
+def _run_backward(tensors, grad_y: Tensor, *options) -> list[Tensor]:
+    """Gradients of x and of weight."""
+    tensors = x, weight, _ = _in_rows(*tensors)
+    grad_y = grad_y.to(x.dtype).contiguous()
+    plan = _planned((*tensors, grad_y), *options)
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not x.numel():
+        return [grad_x, torch.zeros_like(weight)]
+    partial = torch.empty(plan.partial, dtype=torch.float32, device=x.device)
+    plan.backward(grad_y, *tensors, grad_x, partial, *plan.backward_numbers)
+    return [grad_x, partial.sum(0).to(weight.dtype)]
+
+
+def _shape(tensors, head_dim: int, *_) -> tuple[int, ...]:
+    batch, length, channels = tensors[0].shape
+    return batch, length, channels // head_dim, head_dim
+
+
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+OP = Op(
+    LIBRARY,
+    "short_convolution",
+    "Tensor x, Tensor weight, Tensor? age",
+    "int head_dim, int norm, float epsilon",
+    _run,
+    _run_backward,
+    _shape,
+)
+
+
+def convolution(x: Tensor, weight: Tensor, age: Tensor | None, head_dim: int, norm: int, epsilon: float) -> Tensor:
+    """[B, T, H, K], arguments as in `short_convolution`; norm is 0 for none, 1 for RMS, 2 for l2."""
+    if (sentence := refusal(x, weight, head_dim)) is not None:
+        raise ValueError(sentence)
+    return OP(x, weight, age, head_dim, norm, epsilon)
+
+
+def refusal(x: Tensor, weight: Tensor, head_dim: int) -> str | None:
+    """Why the kernels do not take a call, in one sentence, or None where they do."""
+    if head_dim > LARGEST_WIDTH or weight.shape[1] > MOST_TAPS:
+        return (
+            f"head_dim is {head_dim} and weight has {weight.shape[1]} taps; with impl='triton' at most {LARGEST_WIDTH} "
+            f"and {MOST_TAPS} are taken."
+        )
+    for name, tensor in (("x", x), ("weight", weight)):
+        if tensor.dtype not in DTYPES:
+            return f"{name} has dtype {tensor.dtype}; with impl='triton' it must be float32, bfloat16 or float16."
+    return triton_device.refusal(x.device)
