@@ -56,6 +56,8 @@ class Regression(NamedTuple):
     read: Config
     reverse: Config
     gradients: Config
+    whole: Config | None  # of `_pass` and `_reverse_pass`; None where they do not fit
+    reverse_whole: Config | None
 
 
 REGRESSION = {  # keys as in TABLE
@@ -66,6 +68,8 @@ REGRESSION = {  # keys as in TABLE
         Config(64, 4, 1),
         Config(64, 4, 3),
         Config(64, 4, 1),
+        Config(64, 4, 2, registers=168),
+        Config(64, 4, 2, registers=168),
     ),
     ("large", 2, 128): Regression(
         Config(32, 1, 2, registers=168),
@@ -74,29 +78,38 @@ REGRESSION = {  # keys as in TABLE
         Config(128, 4, 2, registers=168),
         Config(128, 8, 2),
         Config(128, 4, 2, 64),
+        Config(128, 8, 2),
+        Config(128, 8, 2),
     ),
     ("large", 2, 256): Regression(
-        Config(32, 1, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1)
+        Config(32, 1, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1),
+        Config(64, 8, 1), Config(64, 8, 1),
     ),
     ("safe", 2, 64): Regression(
-        Config(32, 1, 1), Config(64, 4, 1), Config(64, 4, 1), Config(64, 4, 1), Config(64, 4, 1), Config(64, 4, 1)
+        Config(32, 1, 1), Config(64, 4, 1), Config(64, 4, 1), Config(64, 4, 1), Config(64, 4, 1), Config(64, 4, 1),
+        Config(64, 4, 1), Config(64, 4, 1),
     ),
     ("safe", 2, 128): Regression(
-        Config(32, 1, 1), Config(64, 4, 1), Config(64, 4, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1)
+        Config(32, 1, 1), Config(64, 4, 1), Config(64, 4, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1),
+        Config(64, 4, 1), Config(64, 4, 1),
     ),
     ("safe", 2, 256): Regression(
-        Config(32, 1, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1), Config(16, 4, 1), Config(64, 4, 1)
+        Config(32, 1, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1), Config(16, 4, 1), Config(64, 4, 1),
+        Config(32, 8, 1), Config(32, 8, 1),
     ),
 }
 WIDE_REGRESSION = {  # 4-byte operands, on any card, by K
     64: Regression(
-        Config(16, 1, 1), Config(32, 4, 1), Config(16, 4, 1), Config(32, 4, 1), Config(16, 4, 1), Config(16, 4, 1)
+        Config(16, 1, 1), Config(32, 4, 1), Config(16, 4, 1), Config(32, 4, 1), Config(16, 4, 1), Config(16, 4, 1),
+        Config(16, 4, 1), Config(16, 4, 1),
     ),
     128: Regression(
-        Config(16, 1, 1), Config(32, 4, 1), Config(16, 8, 1), Config(32, 4, 1), Config(16, 8, 1), Config(16, 4, 1)
+        Config(16, 1, 1), Config(32, 4, 1), Config(16, 8, 1), Config(32, 4, 1), Config(16, 8, 1), Config(16, 4, 1),
+        Config(16, 8, 1), Config(16, 8, 1),
     ),
     256: Regression(
-        Config(16, 1, 1), Config(32, 4, 1), Config(16, 8, 1), Config(32, 4, 1), Config(16, 8, 1), Config(16, 4, 1)
+        Config(16, 1, 1), Config(32, 4, 1), Config(16, 8, 1), Config(32, 4, 1), Config(16, 8, 1), Config(16, 4, 1),
+        Config(16, 8, 1), Config(16, 8, 1),
     ),
 }
 
@@ -213,6 +226,11 @@ def channel(device: torch.device, operand_bytes: int, key_tile: int) -> Channel:
     """Configurations of the kernels of the rules with a rate per value channel."""
     key_tile = max(key_tile, 64)
     return WIDE_CHANNEL[key_tile] if operand_bytes == 4 else CHANNEL[card(device)[0], operand_bytes, key_tile]
+
+
+def fused(device: torch.device, config: Config | None, rows: int, value_dim: int) -> bool:
+    """Whether falcon_1 takes `rows` in one pass of `config`: where programs for rows x value tiles fill the card."""
+    return config is not None and 8 * rows * -(-value_dim // config.value_tile) >= 7 * card(device)[1]
 
 
 def window(device: torch.device, operand_bytes: int, key_tile: int) -> Window:
