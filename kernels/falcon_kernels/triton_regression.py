@@ -138,6 +138,13 @@ def _pairwise(to_coarse, to_fine, from_coarse, from_fine, mask):
     return tl.exp2(tl.where(mask, (to_coarse - from_coarse) + (to_fine - from_fine), float("-inf")))
 
 
+@triton.jit
+def _settled(sums, i):
+    """The same numbers by way of shared memory: the compiler puts off other sums, and keeps what they are of, until it
+    runs out of registers."""
+    return tl.gather(sums, i, 0)
+
+
 # The inverse
 
 
@@ -453,18 +460,11 @@ def _carry(
 
 
 @triton.jit
-def _product_with_inverse(a, inverse, chunk, i, TURNED: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr,
-                          PRECISION: tl.constexpr):  # fmt: skip
-    """a A^-T where TURNED, with 16 bits of bfloat16's A^-1 as in `_wide_dot`; else a A^-1."""
-    a = a.to(OPERAND)
-    high = _inverse_of(inverse, chunk, i[:, None], i[None, :], 0, C, OPERAND)
-    if TURNED and tl.bfloat16 == OPERAND:
-        low = _inverse_of(inverse, chunk, i[:, None], i[None, :], 1, C, OPERAND)
-        return tl.dot(a, tl.trans(high), tl.dot(a, tl.trans(low)))
-    elif TURNED:
-        return tl.dot(a, tl.trans(high), input_precision=PRECISION)
-    else:
-        return tl.dot(a, high, input_precision=PRECISION)
+def _halves_of(inverse, chunk, i, C: tl.constexpr, OPERAND: tl.constexpr):
+    """A^-1 of a chunk and head as two operands whose sum it is; the second is not used but for bfloat16."""
+    row, column = i[:, None], i[None, :]
+    high = _inverse_of(inverse, chunk, row, column, 0, C, OPERAND)
+    return high, _inverse_of(inverse, chunk, row, column, 1, C, OPERAND) if tl.bfloat16 == OPERAND else high
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -493,28 +493,34 @@ def _pass(
         x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
         x = load_rows(x_at, exists(place, here, SHIFT, CARRIED), kk, K).to(OPERAND)
         queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
+        rounded, rest = _halves_of(inverse, chunk, i, C, OPERAND)
         at, mask = _turned(_rows(v, low + start, head, heads, i, V), columns, here, V)
+        values = tl.load(at, mask=mask, other=0.0).to(OPERAND)
         eta = tl.load(weight + chunk * C + i)
         uc, uf = _running(decays, places, i, 0, OPERAND)
         rc, rf = _running(decays, places, i, LAG, OPERAND)
         before_c, before_f = _running(decays, places, i, 1, OPERAND)
         end_c, end_f = _at_end(decays, places, C, OPERAND)
 
-        scores = tl.dot(x, tl.trans(queries), input_precision=PRECISION)
-        seen = i[None, :] >= i[:, None] + LAG
-        scores *= _pairwise(rc[None, :], rf[None, :], uc[:, None], uf[:, None], seen)
         found = s.to(OPERAND)
-        residual = -_negative(at, mask, C, OPERAND)
         known = tl.dot(found, tl.trans(x), input_precision=PRECISION)
-        residual = eta[None, :] * (residual - tl.exp2(before_c + before_f)[None, :] * known)
-        residual = _product_with_inverse(residual, inverse, chunk, i, True, C, OPERAND, PRECISION)
-        out = tl.dot(found, tl.trans(queries), input_precision=PRECISION) * tl.exp2(rc + rf)[None, :]
-        out = tl.dot(residual.to(OPERAND), scores.to(OPERAND), out, input_precision=PRECISION)
+        known *= _settled(eta * tl.exp2(before_c + before_f), i)[None, :]
+        residual = (_settled(eta, i)[None, :] * values.to(tl.float32) - known).to(OPERAND)
+        if tl.bfloat16 == OPERAND:
+            residual = tl.dot(residual, tl.trans(rounded), tl.dot(residual, tl.trans(rest)))
+        else:
+            residual = tl.dot(residual, tl.trans(rounded), input_precision=PRECISION)
         if KEEP:
             into, mask = _turned(_rows(z, low + start, head, heads, i, V), columns, here, V)
             tl.store(into, residual, mask=mask)
-        residual *= tl.exp2((end_c - uc) + (end_f - uf))[None, :]
-        s = tl.dot(residual.to(OPERAND), x, s * tl.exp2(end_c + end_f), input_precision=PRECISION)
+        left = (residual * _settled(tl.exp2((end_c - uc) + (end_f - uf)), i)[None, :]).to(OPERAND)
+        s = tl.dot(left, x, s * tl.exp2(end_c + end_f), input_precision=PRECISION)
+
+        scores = tl.dot(x, tl.trans(queries), input_precision=PRECISION)
+        seen = i[None, :] >= i[:, None] + LAG
+        scores *= _pairwise(_settled(rc, i)[None, :], rf[None, :], uc[:, None], uf[:, None], seen)
+        out = tl.dot(found, tl.trans(queries), input_precision=PRECISION) * _settled(tl.exp2(rc + rf), i)[None, :]
+        out = tl.dot(residual.to(OPERAND), scores.to(OPERAND), out, input_precision=PRECISION)
         into, mask = _turned(_rows(output, low + start, head, heads, i, V), columns, here, V)
         tl.store(into, out, mask=mask)
     if FINAL:
@@ -637,6 +643,7 @@ def _reverse_pass(
         queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
         at, mask = _turned(_rows(grad_output, low + start, head, heads, i, V), columns, here, V)
         given = tl.load(at, mask=mask, other=0.0).to(OPERAND)
+        solve = _inverse_of(inverse, chunk, i[:, None], i[None, :], 0, C, OPERAND)
         eta = tl.load(weight + chunk * C + i)
         uc, uf = _running(decays, places, i, 0, OPERAND)
         rc, rf = _running(decays, places, i, LAG, OPERAND)
@@ -645,16 +652,16 @@ def _reverse_pass(
 
         scores = tl.dot(queries, tl.trans(x), input_precision=PRECISION)
         seen = i[:, None] >= i[None, :] + LAG
-        scores *= _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
+        scores *= _pairwise(rc[:, None], rf[:, None], _settled(uc, i)[None, :], uf[None, :], seen)
         dz = tl.dot(g.to(OPERAND), tl.trans(x), input_precision=PRECISION)
-        dz *= tl.exp2((end_c - uc) + (end_f - uf))[None, :]
+        dz *= _settled(tl.exp2((end_c - uc) + (end_f - uf)), i)[None, :]
         dz = tl.dot(given, scores.to(OPERAND), dz, input_precision=PRECISION)
-        solved = _product_with_inverse(dz, inverse, chunk, i, False, C, OPERAND, PRECISION)
+        solved = tl.dot(dz.to(OPERAND), solve, input_precision=PRECISION)
         into, mask = _turned(_rows(y, low + start, head, heads, i, V), columns, here, V)
         tl.store(into, solved, mask=mask)
-        given = (given.to(tl.float32) * tl.exp2(rc + rf)[None, :]).to(OPERAND)
+        given = (given.to(tl.float32) * _settled(tl.exp2(rc + rf), i)[None, :]).to(OPERAND)
         g = tl.dot(given, queries, g * tl.exp2(end_c + end_f), input_precision=PRECISION)
-        solved *= -(eta * tl.exp2(before_c + before_f))[None, :]
+        solved *= _settled(-eta * tl.exp2(before_c + before_f), i)[None, :]
         g = tl.dot(solved.to(OPERAND), x, g, input_precision=PRECISION)
     if CARRIED:
         tl.store(grad_memory + own, g, mask=inside)
@@ -673,13 +680,6 @@ def _solved(transposed, y_or_dz, SOLVED: tl.constexpr, PRECISION: tl.constexpr):
         return y_or_dz.to(tl.float32)
     else:
         return tl.dot(transposed, y_or_dz, input_precision=PRECISION)
-
-
-@triton.jit
-def _settled(sums, i):
-    """The same numbers by way of shared memory: the compiler puts off other sums, and keeps what they are of, until it
-    runs out of registers."""
-    return tl.gather(sums, i, 0)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
