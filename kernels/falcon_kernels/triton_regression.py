@@ -483,6 +483,8 @@ def _pass(
     kk, i = tl.arange(0, BK), tl.arange(0, C)
     own, inside = _turned((sequence * heads + head) * K * V + kk * V, columns, kk < K, V)
     s = tl.load(memory + own, mask=inside, other=0.0) if CARRIED else tl.zeros([BV, BK], tl.float32)
+    at, mask = _turned(_rows(v, low, head, heads, i, V), columns, i < count, V)
+    values = tl.load(at, mask=mask, other=0.0).to(OPERAND)
     for start in range(0, count, C):
         chunk = (number + start // C) * heads + head
         decays = log_decay + chunk * C
@@ -494,8 +496,8 @@ def _pass(
         x = load_rows(x_at, exists(place, here, SHIFT, CARRIED), kk, K).to(OPERAND)
         queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
         rounded, rest = _halves_of(inverse, chunk, i, C, OPERAND)
-        at, mask = _turned(_rows(v, low + start, head, heads, i, V), columns, here, V)
-        values = tl.load(at, mask=mask, other=0.0).to(OPERAND)
+        at, mask = _turned(_rows(v, low + start + C, head, heads, i, V), columns, place + C < count, V)
+        next_values = tl.load(at, mask=mask, other=0.0).to(OPERAND)
         eta = tl.load(weight + chunk * C + i)
         uc, uf = _running(decays, places, i, 0, OPERAND)
         rc, rf = _running(decays, places, i, LAG, OPERAND)
@@ -523,6 +525,7 @@ def _pass(
         out = tl.dot(residual.to(OPERAND), scores.to(OPERAND), out, input_precision=PRECISION)
         into, mask = _turned(_rows(output, low + start, head, heads, i, V), columns, here, V)
         tl.store(into, out, mask=mask)
+        values = next_values
     if FINAL:
         tl.store(final + own, s, mask=inside)
 
