@@ -106,7 +106,7 @@ def regression(card: str, dtype: torch.dtype, key_dim: int):
     options = triton_schedule.Options(1, True, triton_schedule.RIDGE["scale_coupled"], False, True, False, 1e-6, 0.01)
     layout = Layout.of(1, 1024, 0, triton_regression.CHUNK)
     flags = {"carry": (True,), "reverse": (True,), "prepare": (False,), "whole": (True, True), "reverse_whole": (True,)}
-    for these in (sizes, sizes._replace(whole=None)):
+    for these in dict.fromkeys((sizes, sizes._replace(whole=None))):
         plan = triton_regression.Plan(
             layout, (1, 1024, 1, key_dim), key_dim, dtype, torch.device("cpu"), options, False, True, True, sizes=these
         )

@@ -332,11 +332,17 @@ def _invert(
 
     into = inverse + program * (2 if tl.bfloat16 == OPERAND else 1) * C * C
     _store_block(into, i, 0, 0, a00, C, OPERAND)
+    _store_block(into, i, 0, 1, none, C, OPERAND)
+    _store_block(into, i, 0, 2, none, C, OPERAND)
+    _store_block(into, i, 0, 3, none, C, OPERAND)
     _store_block(into, i, 1, 0, a10, C, OPERAND)
     _store_block(into, i, 1, 1, a11, C, OPERAND)
+    _store_block(into, i, 1, 2, none, C, OPERAND)
+    _store_block(into, i, 1, 3, none, C, OPERAND)
     _store_block(into, i, 2, 0, a20, C, OPERAND)
     _store_block(into, i, 2, 1, a21, C, OPERAND)
     _store_block(into, i, 2, 2, a22, C, OPERAND)
+    _store_block(into, i, 2, 3, none, C, OPERAND)
     _store_block(into, i, 3, 0, a30, C, OPERAND)
     _store_block(into, i, 3, 1, a31, C, OPERAND)
     _store_block(into, i, 3, 2, a32, C, OPERAND)
