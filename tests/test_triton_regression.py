@@ -147,6 +147,25 @@ def test_correlated_keys(cosine):
 
 
 @both_regimes
+def test_correlated_keys_in_bfloat16():
+    """Where the inverse is rounded to bfloat16 anywhere that chunks depend on, the gradient of v is off by a half."""
+    rule = RULES["next"]
+    inputs, state = case(rule, B=1, T=256, H=1, K=64, V=64)
+    with torch.no_grad():
+        inputs["k"].copy_(0.999**0.5 * inputs["k"][:, :1] + 0.001**0.5 * inputs["k"])
+        inputs["gain"].fill_(1.99)
+        inputs["ridge"] *= 1e-2
+    half = {n: leaf(t, torch.bfloat16 if n in "qkv" else torch.float32) for n, t in inputs.items()}
+    exact, exact_state = exactly(half, state)
+    have = attend(half, rule, initial_state=state, impl="triton")
+    want = attend(exact, rule, initial_state=exact_state, impl="torch")
+    assert_same(have.output, want.output, 5e-2)
+    grads = (gradients(o, [i[n] for n in "qkv"]) for o, i in ((have, half), (want, exact)))
+    for a, b in zip(*grads, strict=True):
+        assert_same(a, b, 5e-2)
+
+
+@both_regimes
 @pytest.mark.parametrize("every", [1, 7])
 @pytest.mark.parametrize("name", ["next", "same-before-direct"])
 def test_decay_at_its_floor(name, every):

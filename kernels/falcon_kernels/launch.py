@@ -69,7 +69,7 @@ REGRESSION = {  # keys as in TABLE
         Config(64, 4, 3),
         Config(64, 4, 1),
         Config(64, 4, 1, registers=168),
-        Config(64, 4, 2, registers=168),
+        Config(64, 4, 1, registers=168),
     ),
     ("large", 2, 128): Regression(
         Config(32, 1, 2, registers=168),

@@ -473,6 +473,16 @@ def _halves_of(inverse, chunk, i, C: tl.constexpr, OPERAND: tl.constexpr):
     return high, _inverse_of(inverse, chunk, row, column, 1, C, OPERAND) if tl.bfloat16 == OPERAND else high
 
 
+@triton.jit
+def _times_halves(a, rounded, rest, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """a times the sum of both, as wide as `_wide_dot`: with less, memories of keys that repeat at gains near 2, and what
+    comes back from them, are worth nothing."""
+    if tl.bfloat16 == OPERAND:
+        return tl.dot(a, rounded, tl.dot(a, rest))
+    else:
+        return tl.dot(a, rounded, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def _pass(
     q, k, v, previous, weight, log_decay, inverse, memory, output, states, z, final,
@@ -514,10 +524,7 @@ def _pass(
         known = tl.dot(found, tl.trans(x), input_precision=PRECISION)
         known *= _settled(eta * tl.exp2(before_c + before_f), i)[None, :]
         residual = (_settled(eta, i)[None, :] * values.to(tl.float32) - known).to(OPERAND)
-        if tl.bfloat16 == OPERAND:
-            residual = tl.dot(residual, tl.trans(rounded), tl.dot(residual, tl.trans(rest)))
-        else:
-            residual = tl.dot(residual, tl.trans(rounded), input_precision=PRECISION)
+        residual = _times_halves(residual, tl.trans(rounded), tl.trans(rest), OPERAND, PRECISION)
         if KEEP:
             into, mask = _turned(_rows(z, low + start, head, heads, i, V), columns, here, V)
             tl.store(into, residual, mask=mask)
@@ -652,7 +659,7 @@ def _reverse_pass(
         queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
         at, mask = _turned(_rows(grad_output, low + start, head, heads, i, V), columns, here, V)
         given = tl.load(at, mask=mask, other=0.0).to(OPERAND)
-        solve = _inverse_of(inverse, chunk, i[:, None], i[None, :], 0, C, OPERAND)
+        rounded, rest = _halves_of(inverse, chunk, i, C, OPERAND)
         eta = tl.load(weight + chunk * C + i)
         uc, uf = _running(decays, places, i, 0, OPERAND)
         rc, rf = _running(decays, places, i, LAG, OPERAND)
@@ -665,7 +672,7 @@ def _reverse_pass(
         dz = tl.dot(g.to(OPERAND), tl.trans(x), input_precision=PRECISION)
         dz *= _settled(tl.exp2((end_c - uc) + (end_f - uf)), i)[None, :]
         dz = tl.dot(given, scores.to(OPERAND), dz, input_precision=PRECISION)
-        solved = tl.dot(dz.to(OPERAND), solve, input_precision=PRECISION)
+        solved = _times_halves(dz.to(OPERAND), rounded, rest, OPERAND, PRECISION)
         into, mask = _turned(_rows(y, low + start, head, heads, i, V), columns, here, V)
         tl.store(into, solved, mask=mask)
         given = (given.to(tl.float32) * _settled(tl.exp2(rc + rf), i)[None, :]).to(OPERAND)
