@@ -273,3 +273,21 @@ def test_one_pass_where_rows_and_tiles_fill_the_card(monkeypatch):
     assert [launch.fused(DEVICE, config, rows, 128) for rows in (57, 58)] == [False, True]
     assert not launch.fused(DEVICE, None, 384, 64)
     assert launch.REGRESSION["large", 2, 64].whole is not None
+
+
+@both_regimes
+def test_documents_read_nothing_of_each_other(monkeypatch):
+    """NaN in a document stays there, though a chunk's values are loaded before the last one's end."""
+    monkeypatch.setattr("falcon_kernels.api._check_values", lambda *_: None)
+    rule = RULES["next"]
+    inputs, state = case(rule, B=1, S=3, T=190, H=1, K=16, V=16)
+    bounds = torch.tensor([0, 70, 130, 190], device=DEVICE)
+    with torch.no_grad():
+        for t in inputs.values():
+            t[:, 70:130] = torch.nan
+    output = attend(inputs, rule, initial_state=state, cu_seqlens=bounds, impl="triton").output
+    mine = torch.cat([output[:, :70], output[:, 130:]], 1)
+    assert mine.isfinite().all()
+    for grad in torch.autograd.grad(mine.sum(), list(inputs.values())):
+        assert grad[:, :70].isfinite().all()
+        assert grad[:, 130:].isfinite().all()

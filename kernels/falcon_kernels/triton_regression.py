@@ -475,8 +475,7 @@ def _halves_of(inverse, chunk, i, C: tl.constexpr, OPERAND: tl.constexpr):
 
 @triton.jit
 def _times_halves(a, rounded, rest, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """a times the sum of both, as wide as `_wide_dot`: with less, memories of keys that repeat at gains near 2, and what
-    comes back from them, are worth nothing."""
+    """a times the sum of both, as wide as `_wide_dot`: with less, nothing is right where keys repeat at gains near 2."""
     if tl.bfloat16 == OPERAND:
         return tl.dot(a, rounded, tl.dot(a, rest))
     else:
