@@ -48,7 +48,7 @@ WIDE = {  # 4-byte operands, on any card
 
 class Regression(NamedTuple):
     """Configurations of the kernels of falcon_1. All but the passes take as many key as value channels at a time, the
-    gradients at most `key_tile`."""
+    gradients at most `key_tile`. `prepare` to `reverse` are what runs where `whole` would not fill the card."""
 
     invert: Config
     prepare: Config

@@ -15,23 +15,36 @@ dA = -tril(exp(u_{i-1} - u_s) * Y Z', -1), the gradients are dV = Diag(eta) Y, d
 
 that of eta is the row sum of Y * V + F * X.
 
-    forward    invert     A^-1                one program per (chunk, head), of one warp
-               prepare    W, U                one program per (chunk, head)
-               carry      Z, S                one program per (sequence, head, V tile), over the chunks
-               read       O                   one program per (chunk, head, V tile)
-    backward   prepare    W, P' dO            as before
-               reverse    dZ, G               one program per (sequence, head, V tile), backwards over the chunks
-               gradients  all others          one program per (chunk, head)
+Where sequences, heads and tiles of value channels fill the card (`launch.fused`), a pass over chunks does all that
+follows from A^-1, in turn R = Diag(eta) (V - Diag(exp(u_{t-1})) X S), Z = A^-1 R, S, O; and back, dZ, Y, G:
 
-Everything that does not depend from chunk to chunk is left out of the two passes over chunks. These hold S' and G',
-[V, K], so that both of their products have what the last one left as a left operand, in registers. Chunk states are
-stored that way round too. The last kernel ends with the gradients of the schedule: each pair is of one token here, so
-that what its energy asks for is known where its gradient is.
+    forward    invert         A^-1             one program per (chunk, head), of one warp
+               whole          Z, S, O          one program per (sequence, head, V tile), over the chunks
+    backward   reverse_whole  Y, G             one program per (sequence, head, V tile), backwards over the chunks
+               gradients      all others       one program per (chunk, head)
 
-Elements moved per token and head, the forward of training; A^-1 is in float32, ten of its sixteen blocks are read:
-    invert K + 2C, prepare 2K + 2V + 5C/4, carry 2K + 2V + KV/C, read 2K + 2V + KV/C
-Kept for the backward are A^-1, S and Z; W is formed again there, as fast as it is read and a sixth of what is kept:
-    prepare 3K + 2V + 5C/4, reverse 3K + 3V + KV/C, gradients 4K + 5V + 5C/4 + 2KV/C
+With few sequences a chain of four or five dependent products a chunk would be all of the time. There, everything that
+does not depend from chunk to chunk is left out of the passes, which leaves two:
+
+    forward    invert         A^-1             as above
+               prepare        W, U             one program per (chunk, head)
+               carry          Z, S             one program per (sequence, head, V tile), over the chunks
+               read           O                one program per (chunk, head, V tile)
+    backward   prepare        W, P' dO         one program per (chunk, head)
+               reverse        dZ, G            one program per (sequence, head, V tile), backwards over the chunks
+               gradients      Y, all others    as above
+
+All passes hold S' and G', [V, K], so that products have what the last one left as a left operand, in registers. Chunk
+states are stored that way round too. The last kernel ends with the gradients of the schedule: each pair is of one token
+here, so that what its energy asks for is known where its gradient is.
+
+Elements moved per token and head, the forward of training; A^-1 has 4 bytes an element, of bfloat16 in two parts, and
+ten of its sixteen blocks are read:
+    invert K + 2C, whole 2K + 3V + 5C/4 + KV/C; or prepare 2K + 2V + 5C/4, carry and read 2K + 2V + KV/C each
+Kept for the backward are A^-1, S and Z:
+    reverse_whole 2K + 2V + 5C/4 + KV/C, gradients 4K + 5V + 2KV/C
+    or prepare 3K + 2V + 5C/4, reverse 3K + 3V + KV/C, gradients 4K + 5V + 5C/8 + 2KV/C
+W, where it is needed, is formed again as fast as it is read, and would be a sixth of what is kept.
 
 Decays enter as exp(u_t - u_s), s <= t only. The schedule sums u, for other than bfloat16 inputs in two parts, one of
 them rounded to 2^-12 so that its sums and differences are exact while |u| < 4,096, so that a difference is as accurate
@@ -140,8 +153,8 @@ def _pairwise(to_coarse, to_fine, from_coarse, from_fine, mask):
 
 @triton.jit
 def _settled(sums, i):
-    """The same numbers by way of shared memory: the compiler puts off other sums, and keeps what they are of, until it
-    runs out of registers."""
+    """The same numbers by way of shared memory. The compiler puts off other sums, and keeps what they are of, until it
+    runs out of registers; and numbers of a chunk that rows are multiplied by it would else compute in every thread."""
     return tl.gather(sums, i, 0)
 
 
@@ -475,7 +488,7 @@ def _halves_of(inverse, chunk, i, C: tl.constexpr, OPERAND: tl.constexpr):
 
 @triton.jit
 def _times_halves(a, rounded, rest, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """a times the sum of both, as wide as `_wide_dot`: with less, nothing is right where keys repeat at gains near 2."""
+    """a times the sum of both, as wide as `_wide_dot`: else nothing is right where keys repeat at gains near 2."""
     if tl.bfloat16 == OPERAND:
         return tl.dot(a, rounded, tl.dot(a, rest))
     else:
