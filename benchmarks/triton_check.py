@@ -105,12 +105,19 @@ def cases(group: Group) -> list[Case]:
         return [Case("documents", 1, sum(DOCUMENTS), few), Case("many heads", 1, sum(DOCUMENTS), 2 * full)]
     if group.dtype == "fp16":
         return [Case("T=1000", few, 1000, few), Case("q·k past 65504", few, 200, few, scale=90.0)]
-    found = [Case("full card", full, 130, full), Case("holes", 5, 150, few, holes=True)]
+    found = [
+        Case("full card", full, 130, full),
+        Case("holes", 5, 150, few, holes=True),
+        Case("holes, full card", full, 150, full, holes=True),
+    ]
     if group.K != group.V or group.K not in (64, 128, 256) or (group.timing, group.state) != ("after", "carried"):
         return [Case("T=65", few, 65, few), Case("T=1000", few, 1000, few), *found]
     # A single token of a few heads has so few gains that one gradient near 0 is a large relative error.
     found += [Case(f"T={length}", *((full, 1, full) if length == 1 else (few, length, few))) for length in LENGTHS]
     found += [Case(f"cosine {c}", few, 500, few, cosine=c) for c in (0.5, 0.9, 0.99, 1.0)]
+    if group.rule == "falcon_1" and group.K <= 128:  # then in one pass; the others here are split
+        found += [Case(f"cosine {c}, full card", full, 500, full, cosine=c) for c in (0.5, 0.9, 0.99, 1.0)]
+        found += [Case(f"T={length}, full card", full, length, full) for length in (63, 64, 65, 1000)]
     return [
         *found,
         Case("decay at its floor", few, 200, few, floor=True),

@@ -59,7 +59,7 @@ def resources(kernel, card: str, dtype: torch.dtype, config: launch.Config, cons
             if name in ("batch_stride", "stride"):
                 attributes[(i,)] = [["tt.divisibility", 16]]
         else:
-            floats = FLOATS - {"w"} if kernel.__module__ == triton_regression.__name__ else FLOATS
+            floats = FLOATS - {"w", "inverse"} if kernel.__module__ == triton_regression.__name__ else FLOATS
             signature[name] = "*" + ("fp32" if name in floats else OTHERS.get(name, letters))
             attributes[(i,)] = [["tt.divisibility", 16]]
     values = {(names.index(name),): value for name, value in constants.items() if name in names}
@@ -107,16 +107,17 @@ def launches(card: str, dtype: torch.dtype, key_dim: int, window: int, carried: 
 
 
 def regression(card: str, dtype: torch.dtype, key_dim: int):
-    """The same of falcon_1, which has no window."""
+    """The same of falcon_1, which has no window, in one pass and split."""
     tile = max(64, launch.padded(key_dim, dtype.itemsize))
     sizes = launch.WIDE_REGRESSION[tile] if dtype.itemsize == 4 else launch.REGRESSION[card, dtype.itemsize, tile]
     options = triton_schedule.Options(1, True, triton_schedule.RIDGE["scale_coupled"], False, True, False, 1e-6, 0.01)
     layout = Layout.of(1, 1024, 0, triton_regression.CHUNK)
-    plan = triton_regression.Plan(
-        layout, (1, 1024, 1, key_dim), key_dim, dtype, torch.device("cpu"), options, False, True, True, sizes=sizes
-    )
-    flags = {"carry": (True,), "reverse": (True,), "prepare": (False,)}
-    yield from planned(plan, sizes, flags, {"prepare": {"ADJOINT": True}})
+    flags = {"carry": (True,), "reverse": (True,), "prepare": (False,), "whole": (True, True), "reverse_whole": (True,)}
+    for these in dict.fromkeys((sizes, sizes._replace(whole=None))):
+        plan = triton_regression.Plan(
+            layout, (1, 1024, 1, key_dim), key_dim, dtype, torch.device("cpu"), options, False, True, True, sizes=these
+        )
+        yield from planned(plan, these, flags, {"prepare": {"ADJOINT": True}})
 
 
 def sliding(card: str, dtype: torch.dtype, key_dim: int, window: int):
@@ -141,7 +142,7 @@ def sliding(card: str, dtype: torch.dtype, key_dim: int, window: int):
 def planned(plan, sizes: tuple, flags: dict, again: dict):
     """Each launch of a plan with the configuration of its name; those in `again` also with other flags."""
     for name, config in sizes._asdict().items():
-        launcher = getattr(plan, name)
+        launcher = getattr(plan, name, None)
         if launcher is None:  # nothing that these options need
             continue
         constants = launcher.constants | dict(zip(launcher.flags, flags.get(name, ()), strict=True))

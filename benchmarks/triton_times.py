@@ -39,7 +39,7 @@ WARPS, STAGES, REGISTERS = ("num_warps", (4, 8)), ("num_stages", (1, 2, 3)), ("m
 COMMON = dict((WARPS, STAGES, REGISTERS))
 # With more stages _chunk_backward writes wrong gradients where it does not read its tiles once (Triton 3.6).
 SPACE = {  # bfloat16 tiles of less than 64 columns read past their shared memory where they are right operands
-    "_pass": {"BV": (64, 128)} | COMMON,
+    "_pass": {"BV": (64, 128)} | COMMON,  # of falcon_1 too
     "_reverse_pass": {"BV": (64, 128)} | COMMON,
     "_carry": {"BV": (16, 32, 64, 128)} | COMMON,
     "_reverse": {"BV": (16, 32, 64, 128)} | COMMON,

@@ -148,6 +148,16 @@ def test_sequences_cut_into_parts(name, monkeypatch):
     compare(rule, inputs_of(rule, 138, H=1), state_of(rule, B=4, H=1), cu_seqlens=bounds)
 
 
+@pytest.mark.parametrize("name", [n for n, rule in RULES.items() if rule.name == "falcon_1"])
+def test_falcon_1_where_sequences_do_not_fill_the_card(name, monkeypatch):
+    monkeypatch.setattr(launch, "fused", lambda *_: False)
+    for length in (1, 65):
+        test_the_recurrence_from_a_carried_state(name, length)
+    for carried in (False, True):
+        test_packed_documents(name, carried)
+        test_masks_with_holes(name, carried)
+
+
 @pytest.mark.parametrize(("K", "V"), [(96, 32), (32, 96), (128, 64), (192, 16), (16, 256)])
 def test_head_dimensions(K, V):
     rule = Rule("falcon_3a")
@@ -257,8 +267,11 @@ def op_arguments(rule, carried, packed=False, T=20):
 
 
 @pytest.mark.parametrize(("carried", "packed"), [(True, False), (False, False), (True, True)])
-@pytest.mark.parametrize("name", ["falcon_1", "falcon_1a", "falcon_3a"])
-def test_custom_ops_keep_their_contract(name, carried, packed):
+@pytest.mark.parametrize(
+    ("name", "fused"), [("falcon_1", True), ("falcon_1", False), ("falcon_1a", True), ("falcon_3a", True)]
+)
+def test_custom_ops_keep_their_contract(name, fused, carried, packed, monkeypatch):
+    monkeypatch.setattr(launch, "fused", lambda *_: fused)
     arguments = op_arguments(Rule(name), carried, packed)
     torch.library.opcheck(triton_attention.attention_op, arguments)
     tensors = [None if t is None else t.detach() for t in arguments[: triton_attention.TENSORS]]
@@ -322,11 +335,13 @@ def test_one_graph_with_gradients_from_a_fresh_state_under_autocast():
 
 @pytest.mark.parametrize("card", ["large", "safe"])
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 96)])
-@pytest.mark.parametrize("name", ["falcon_1", "falcon_1a", "falcon_3a"])
-def test_bfloat16_inputs(name, K, V, card, monkeypatch):
-    """With the tiles and configurations of either kind of card, where there is none."""
+@pytest.mark.parametrize(
+    ("name", "processors"), [("falcon_1", 1), ("falcon_1", 1000), ("falcon_1a", 1), ("falcon_3a", 1)]
+)
+def test_bfloat16_inputs(name, processors, K, V, card, monkeypatch):
+    """With the tiles and configurations of either kind of card, where there is none; falcon_1 in one pass and split."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(launch, "card", lambda device: (card, 1))
+        monkeypatch.setattr(launch, "card", lambda device: (card, processors))
     rule = Rule(name)
     inputs, state = inputs_of(rule, 70, H=1, K=K, V=V), state_of(rule, H=1, K=K, V=V)
 

@@ -16,6 +16,8 @@ from falcon_kernels import Rule, launch
 
 interpreter.require()
 
+from falcon_kernels import triton_attention  # noqa: E402
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORWARD, BACKWARD = 1e-5, 5e-5  # float32
 RULES = {
@@ -34,8 +36,25 @@ def _poison():
     """Memory that is not initialized is NaN, so that what no kernel has written shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(1, device=DEVICE).isnan()
+    triton_attention.plan_of.cache_clear()
     yield
+    triton_attention.plan_of.cache_clear()
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["one pass", "split"])
+def regime(request, monkeypatch):
+    """Both regimes, whatever the shape; the pass also over the wide features that ship without one."""
+    fused = request.param == "one pass"
+    monkeypatch.setattr(launch, "fused", lambda *_: fused)
+    for key_tile in (128, 256):
+        sizes = launch.WIDE_REGRESSION[key_tile]
+        wide = sizes._replace(whole=sizes.carry, reverse_whole=sizes.reverse)
+        monkeypatch.setitem(launch.WIDE_REGRESSION, key_tile, wide)
+    return request.param
+
+
+both_regimes = pytest.mark.usefixtures("regime")
 
 
 def case(rule, **sizes):
@@ -64,6 +83,7 @@ def check(inputs, rule, state, cu_seqlens=None, forward=FORWARD, backward=BACKWA
     assert_same_results(have, want, leaves(inputs, state), leaves(exact, exact_state), forward, backward)
 
 
+@both_regimes
 @pytest.mark.parametrize("length", [1, 15, 17, 64, 65, 130])
 @pytest.mark.parametrize("name", RULES)
 def test_lengths(length, name):
@@ -71,6 +91,7 @@ def test_lengths(length, name):
     check(inputs, RULES[name], state)
 
 
+@both_regimes
 @pytest.mark.parametrize("name", ["next", "same-before-direct"])
 def test_rows_heads_and_a_fresh_row(name):
     rule = RULES[name]
@@ -80,6 +101,7 @@ def test_rows_heads_and_a_fresh_row(name):
     check(inputs, rule, state)
 
 
+@both_regimes
 @pytest.mark.parametrize(("K", "V"), [(16, 192), (96, 16), (96, 96), (128, 32), (24, 20), (5, 3)])
 def test_head_dimensions(K, V):
     """Several tiles of value channels, of key channels, and dimensions that are no power of two."""
@@ -87,6 +109,7 @@ def test_head_dimensions(K, V):
     check(inputs, RULES["next"], state)
 
 
+@both_regimes
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [192, 256])
 def test_large_head_dimensions(size):
@@ -94,6 +117,7 @@ def test_large_head_dimensions(size):
     check(inputs, RULES["next"], state)
 
 
+@both_regimes
 @pytest.mark.parametrize("name", ["next-before", "same"])
 @pytest.mark.parametrize("lengths", [(1, 66, 0, 20), (0, 64, 1, 0)])
 def test_packed_documents(name, lengths):
@@ -105,6 +129,7 @@ def test_packed_documents(name, lengths):
     check(inputs, RULES[name], state, bounds)
 
 
+@both_regimes
 @pytest.mark.parametrize("cosine", [1.0, 0.99, 0.9, 0.5])
 def test_correlated_keys(cosine):
     """Gains near 2 on keys that repeat or nearly do, where an inverse by squaring explodes.
@@ -121,6 +146,26 @@ def test_correlated_keys(cosine):
     check(inputs, rule, state, **({"forward": 8e-5, "backward": 2e-4} if cosine > 0.5 else {}))
 
 
+@both_regimes
+def test_correlated_keys_in_bfloat16():
+    """Where the inverse is rounded to bfloat16 anywhere that chunks depend on, the gradient of v is off by a half."""
+    rule = RULES["next"]
+    inputs, state = case(rule, B=1, T=256, H=1, K=64, V=64)
+    with torch.no_grad():
+        inputs["k"].copy_(0.999**0.5 * inputs["k"][:, :1] + 0.001**0.5 * inputs["k"])
+        inputs["gain"].fill_(1.99)
+        inputs["ridge"] *= 1e-2
+    half = {n: leaf(t, torch.bfloat16 if n in "qkv" else torch.float32) for n, t in inputs.items()}
+    exact, exact_state = exactly(half, state)
+    have = attend(half, rule, initial_state=state, impl="triton")
+    want = attend(exact, rule, initial_state=exact_state, impl="torch")
+    assert_same(have.output, want.output, 5e-2)
+    grads = (gradients(o, [i[n] for n in "qkv"]) for o, i in ((have, half), (want, exact)))
+    for a, b in zip(*grads, strict=True):
+        assert_same(a, b, 5e-2)
+
+
+@both_regimes
 @pytest.mark.parametrize("every", [1, 7])
 @pytest.mark.parametrize("name", ["next", "same-before-direct"])
 def test_decay_at_its_floor(name, every):
@@ -132,6 +177,7 @@ def test_decay_at_its_floor(name, every):
     check(inputs, rule, state)
 
 
+@both_regimes
 @pytest.mark.parametrize("every", [False, True])
 def test_zero_keys_and_gains(every):
     """Nothing is divided by an energy or a gain of zero; a gain of zero still has its gradient."""
@@ -145,6 +191,7 @@ def test_zero_keys_and_gains(every):
     check(inputs, rule, state)
 
 
+@both_regimes
 def test_no_matter_whether_gradients_are_wanted_or_what_the_neighbours_are():
     """The same bits with and without gradients, and for a row alone."""
     rule = RULES["next"]
@@ -159,6 +206,7 @@ def test_no_matter_whether_gradients_are_wanted_or_what_the_neighbours_are():
     assert torch.equal(evaluated.output[1:], alone.output)
 
 
+@both_regimes
 def test_half_precision_inputs():
     """float16 inputs: memory, decays and what comes from them stay float32, outputs and gradients are rounded once."""
     rule = RULES["next"]
@@ -181,3 +229,65 @@ def test_few_sequences_take_narrow_tiles(monkeypatch):
     config = launch.Config(128, 8, 2)
     tiles = [launch.narrower(DEVICE, config, rows, 128, 128).value_tile for rows in (1, 16, 32, 64, 128)]
     assert tiles == [16, 16, 32, 64, 128]
+
+
+@both_regimes
+@pytest.mark.parametrize("name", ["next", "same-before-direct"])
+def test_gradients_of_output_or_of_memory_alone(name):
+    inputs, state = case(RULES[name], B=1, T=70, H=1, K=16, V=16)
+    exact, exact_state = exactly(inputs, state)
+    have = attend(inputs, RULES[name], initial_state=state, impl="triton")
+    want = attend(exact, RULES[name], initial_state=exact_state, impl="reference")
+    tensors, exact_tensors = leaves(inputs, state), leaves(exact, exact_state)
+    for a, b in ((have.output, want.output), (have.final_state.memory, want.final_state.memory)):
+        options = {"retain_graph": True, "materialize_grads": True}
+        grads = torch.autograd.grad(a.square().sum(), list(tensors.values()), **options)
+        exact_grads = torch.autograd.grad(b.square().sum(), list(exact_tensors.values()), **options)
+        for what, g, e in zip(tensors, grads, exact_grads, strict=True):
+            assert_same(g, e, BACKWARD, what)
+
+
+def test_what_no_gradient_needs_is_not_kept(monkeypatch):
+    """In one pass, neither memories of chunks nor residuals."""
+    from falcon_kernels import triton_regression
+
+    made = []
+    forward = triton_regression.forward
+    monkeypatch.setattr(launch, "fused", lambda *_: True)
+    monkeypatch.setattr(triton_regression, "forward", lambda *a: made.append(forward(*a)) or made[-1])
+    inputs, state = case(RULES["next"], B=1, T=70, H=1, K=16, V=16)
+    with torch.no_grad():
+        attend(inputs, RULES["next"], initial_state=state, impl="triton")
+    attend(inputs, RULES["next"], initial_state=state, impl="triton")
+    evaluated, trained = made
+    assert (evaluated.states, evaluated.residuals) == (None, None)
+    assert trained.states.isfinite().all()
+    assert trained.residuals.isfinite().all()
+
+
+def test_one_pass_where_rows_and_tiles_fill_the_card(monkeypatch):
+    """Rows x value tiles and the card decide, nothing else; and never where there is no configuration of a pass."""
+    monkeypatch.setattr(launch, "card", lambda device: ("large", 132))
+    config = launch.Config(64, 4, 1)
+    assert [launch.fused(DEVICE, config, rows, 64) for rows in (1, 115, 116, 384)] == [False, False, True, True]
+    assert [launch.fused(DEVICE, config, rows, 128) for rows in (57, 58)] == [False, True]
+    assert not launch.fused(DEVICE, None, 384, 64)
+    assert launch.REGRESSION["large", 2, 64].whole is not None
+
+
+@both_regimes
+def test_documents_read_nothing_of_each_other(monkeypatch):
+    """NaN in a document stays there, though a chunk's values are loaded before the last one's end."""
+    monkeypatch.setattr("falcon_kernels.api._check_values", lambda *_: None)
+    rule = RULES["next"]
+    inputs, state = case(rule, B=1, S=3, T=190, H=1, K=16, V=16)
+    bounds = torch.tensor([0, 70, 130, 190], device=DEVICE)
+    with torch.no_grad():
+        for t in inputs.values():
+            t[:, 70:130] = torch.nan
+    output = attend(inputs, rule, initial_state=state, cu_seqlens=bounds, impl="triton").output
+    mine = torch.cat([output[:, :70], output[:, 130:]], 1)
+    assert mine.isfinite().all()
+    for grad in torch.autograd.grad(mine.sum(), list(inputs.values())):
+        assert grad[:, :70].isfinite().all()
+        assert grad[:, 130:].isfinite().all()

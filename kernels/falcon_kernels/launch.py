@@ -48,7 +48,7 @@ WIDE = {  # 4-byte operands, on any card
 
 class Regression(NamedTuple):
     """Configurations of the kernels of falcon_1. All but the passes take as many key as value channels at a time, the
-    gradients at most `key_tile`."""
+    gradients at most `key_tile`. `prepare` to `reverse` are what runs where `whole` would not fill the card."""
 
     invert: Config
     prepare: Config
@@ -56,6 +56,8 @@ class Regression(NamedTuple):
     read: Config
     reverse: Config
     gradients: Config
+    whole: Config | None = None  # of `_pass` and `_reverse_pass`, where registers hold what they need
+    reverse_whole: Config | None = None
 
 
 REGRESSION = {  # keys as in TABLE
@@ -66,6 +68,8 @@ REGRESSION = {  # keys as in TABLE
         Config(64, 4, 1),
         Config(64, 4, 3),
         Config(64, 4, 1),
+        Config(64, 4, 1, registers=168),
+        Config(64, 4, 1, registers=168),
     ),
     ("large", 2, 128): Regression(
         Config(32, 1, 2, registers=168),
@@ -74,15 +78,31 @@ REGRESSION = {  # keys as in TABLE
         Config(128, 4, 2, registers=168),
         Config(128, 8, 2),
         Config(128, 4, 2, 64),
+        Config(128, 8, 3),
+        Config(128, 8, 3),
     ),
     ("large", 2, 256): Regression(
         Config(32, 1, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1)
     ),
     ("safe", 2, 64): Regression(
-        Config(32, 1, 1), Config(64, 4, 1), Config(64, 4, 1), Config(64, 4, 1), Config(64, 4, 1), Config(64, 4, 1)
+        Config(32, 1, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(32, 4, 1),
+        Config(32, 4, 1),
     ),
     ("safe", 2, 128): Regression(
-        Config(32, 1, 1), Config(64, 4, 1), Config(64, 4, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1)
+        Config(32, 1, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(64, 4, 1),
+        Config(32, 4, 1),
+        Config(64, 4, 1),
+        Config(32, 8, 1),
+        Config(32, 8, 1),
     ),
     ("safe", 2, 256): Regression(
         Config(32, 1, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1), Config(16, 4, 1), Config(64, 4, 1)
@@ -90,7 +110,14 @@ REGRESSION = {  # keys as in TABLE
 }
 WIDE_REGRESSION = {  # 4-byte operands, on any card, by K
     64: Regression(
-        Config(16, 1, 1), Config(32, 4, 1), Config(16, 4, 1), Config(32, 4, 1), Config(16, 4, 1), Config(16, 4, 1)
+        Config(16, 1, 1),
+        Config(32, 4, 1),
+        Config(16, 4, 1),
+        Config(32, 4, 1),
+        Config(16, 4, 1),
+        Config(16, 4, 1),
+        Config(16, 8, 1),
+        Config(16, 8, 1),
     ),
     128: Regression(
         Config(16, 1, 1), Config(32, 4, 1), Config(16, 8, 1), Config(32, 4, 1), Config(16, 8, 1), Config(16, 4, 1)
@@ -225,6 +252,11 @@ def channel(device: torch.device, operand_bytes: int, key_tile: int) -> Channel:
     """Configurations of the kernels of the rules with a rate per value channel."""
     key_tile = max(key_tile, 64)
     return WIDE_CHANNEL[key_tile] if operand_bytes == 4 else CHANNEL[card(device)[0], operand_bytes, key_tile]
+
+
+def fused(device: torch.device, config: Config | None, rows: int, value_dim: int) -> bool:
+    """Whether falcon_1 takes `rows` in one pass of `config`: where programs for rows x value tiles fill the card."""
+    return config is not None and 8 * rows * -(-value_dim // config.value_tile) >= 7 * card(device)[1]
 
 
 def window(device: torch.device, operand_bytes: int, key_tile: int) -> Window:

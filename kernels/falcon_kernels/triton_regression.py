@@ -15,23 +15,36 @@ dA = -tril(exp(u_{i-1} - u_s) * Y Z', -1), the gradients are dV = Diag(eta) Y, d
 
 that of eta is the row sum of Y * V + F * X.
 
-    forward    invert     A^-1                one program per (chunk, head), of one warp
-               prepare    W, U                one program per (chunk, head)
-               carry      Z, S                one program per (sequence, head, V tile), over the chunks
-               read       O                   one program per (chunk, head, V tile)
-    backward   prepare    W, P' dO            as before
-               reverse    dZ, G               one program per (sequence, head, V tile), backwards over the chunks
-               gradients  all others          one program per (chunk, head)
+Where sequences, heads and tiles of value channels fill the card (`launch.fused`), a pass over chunks does all that
+follows from A^-1, in turn R = Diag(eta) (V - Diag(exp(u_{t-1})) X S), Z = A^-1 R, S, O; and back, dZ, Y, G:
 
-Everything that does not depend from chunk to chunk is left out of the two passes over chunks. These hold S' and G',
-[V, K], so that both of their products have what the last one left as a left operand, in registers. Chunk states are
-stored that way round too. The last kernel ends with the gradients of the schedule: each pair is of one token here, so
-that what its energy asks for is known where its gradient is.
+    forward    invert         A^-1             one program per (chunk, head), of one warp
+               whole          Z, S, O          one program per (sequence, head, V tile), over the chunks
+    backward   reverse_whole  Y, G             one program per (sequence, head, V tile), backwards over the chunks
+               gradients      all others       one program per (chunk, head)
 
-Elements moved per token and head, the forward of training; A^-1 is in float32, ten of its sixteen blocks are read:
-    invert K + 2C, prepare 2K + 2V + 5C/4, carry 2K + 2V + KV/C, read 2K + 2V + KV/C
-Kept for the backward are A^-1, S and Z; W is formed again there, as fast as it is read and a sixth of what is kept:
-    prepare 3K + 2V + 5C/4, reverse 3K + 3V + KV/C, gradients 4K + 5V + 5C/4 + 2KV/C
+With few sequences a chain of four or five dependent products a chunk would be all of the time. There, everything that
+does not depend from chunk to chunk is left out of the passes, which leaves two:
+
+    forward    invert         A^-1             as above
+               prepare        W, U             one program per (chunk, head)
+               carry          Z, S             one program per (sequence, head, V tile), over the chunks
+               read           O                one program per (chunk, head, V tile)
+    backward   prepare        W, P' dO         one program per (chunk, head)
+               reverse        dZ, G            one program per (sequence, head, V tile), backwards over the chunks
+               gradients      Y, all others    as above
+
+All passes hold S' and G', [V, K], so that products have what the last one left as a left operand, in registers. Chunk
+states are stored that way round too. The last kernel ends with the gradients of the schedule: each pair is of one token
+here, so that what its energy asks for is known where its gradient is.
+
+Elements moved per token and head, the forward of training; A^-1 has 4 bytes an element, of bfloat16 in two parts, and
+ten of its sixteen blocks are read:
+    invert K + 2C, whole 2K + 3V + 5C/4 + KV/C; or prepare 2K + 2V + 5C/4, carry and read 2K + 2V + KV/C each
+Kept for the backward are A^-1, S and Z:
+    reverse_whole 2K + 2V + 5C/4 + KV/C, gradients 4K + 5V + 2KV/C
+    or prepare 3K + 2V + 5C/4, reverse 3K + 3V + KV/C, gradients 4K + 5V + 5C/8 + 2KV/C
+W, where it is needed, is formed again as fast as it is read, and would be a sixth of what is kept.
 
 Decays enter as exp(u_t - u_s), s <= t only. The schedule sums u, for other than bfloat16 inputs in two parts, one of
 them rounded to 2^-12 so that its sums and differences are exact while |u| < 4,096, so that a difference is as accurate
@@ -89,6 +102,19 @@ def _turned(rows, columns, there, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _along(bounds, first, length, longest, heads, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr):
+    """Of a program that goes along a sequence: its value channels, its sequence and head, the sequence's first token
+    and length, and the number of its first chunk."""
+    program = tl.program_id(0).to(tl.int64)
+    columns = (program % tl.cdiv(V, BV)).to(tl.int32) * BV + tl.arange(0, BV)
+    program = program // tl.cdiv(V, BV)
+    sequence = program // heads
+    low, count = span(sequence, bounds, length, PACKED)
+    number = tl.load(first + sequence) if PACKED else sequence * longest
+    return columns, sequence, program % heads, low, count, number
+
+
+@triton.jit
 def _load_state(state, columns, kk, V: tl.constexpr, K: tl.constexpr):
     """[columns, kk] of a chunk state, 0 past its V rows and K columns."""
     if (columns.shape[0] * 0 + V) % columns.shape[0] == 0 and (kk.shape[0] * 0 + K) % kk.shape[0] == 0:
@@ -123,6 +149,13 @@ def _at_end(log_decay, places, C: tl.constexpr, OPERAND: tl.constexpr):
 def _pairwise(to_coarse, to_fine, from_coarse, from_fine, mask):
     """exp(to - from) where `mask`, 0 elsewhere; both given in two parts, already shaped to broadcast."""
     return tl.exp2(tl.where(mask, (to_coarse - from_coarse) + (to_fine - from_fine), float("-inf")))
+
+
+@triton.jit
+def _settled(sums, i):
+    """The same numbers by way of shared memory. The compiler puts off other sums, and keeps what they are of, until it
+    runs out of registers; and numbers of a chunk that rows are multiplied by it would else compute in every thread."""
+    return tl.gather(sums, i, 0)
 
 
 # The inverse
@@ -214,14 +247,23 @@ def _diagonal(eta, gram, before_c, before_f, uc, uf, i, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def _store_block(base, i, row: tl.constexpr, column: tl.constexpr, block, C: tl.constexpr):
-    tl.store(base + (row * 16 + i)[:, None] * C + (column * 16 + i)[None, :], block)
+def _store_block(base, i, row: tl.constexpr, column: tl.constexpr, block, C: tl.constexpr, OPERAND: tl.constexpr):
+    at = base + (row * 16 + i)[:, None] * C + (column * 16 + i)[None, :]
+    if tl.bfloat16 == OPERAND:
+        rounded = block.to(tl.bfloat16)
+        tl.store(at, rounded)
+        tl.store(at + C * C, (block - rounded.to(tl.float32)).to(tl.bfloat16))
+    else:
+        tl.store(at, block)
 
 
 @triton.jit
-def _inverse_of(inverse, program, row, column, C: tl.constexpr):
-    """What `_invert` has stored for a chunk and head; the blocks above the diagonal, which are zero, are not read."""
-    return tl.load(inverse + program * C * C + row * C + column, mask=row // 16 >= column // 16, other=0.0)
+def _inverse_of(inverse, chunk, row, column, part: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr):
+    """A^-1 of a chunk and head, of bfloat16 the part 0 that is rounded to it, or 1, the rest; the blocks above the
+    diagonal, which are zero, are not read."""
+    parts: tl.constexpr = 2 if tl.bfloat16 == OPERAND else 1
+    at = inverse + (chunk * parts + part) * (C * C) + row * C + column
+    return tl.load(at, mask=row // 16 >= column // 16, other=0.0)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -301,23 +343,23 @@ def _invert(
     sums = _right16(n30, a00, r00, OPERAND) + _right16(n31, a10, r10, OPERAND) + _right16(n32, a20, r20, OPERAND)
     a30 = _dot16(a33, sums, OPERAND)
 
-    into = inverse + program * C * C
-    _store_block(into, i, 0, 0, a00, C)
-    _store_block(into, i, 0, 1, none, C)
-    _store_block(into, i, 0, 2, none, C)
-    _store_block(into, i, 0, 3, none, C)
-    _store_block(into, i, 1, 0, a10, C)
-    _store_block(into, i, 1, 1, a11, C)
-    _store_block(into, i, 1, 2, none, C)
-    _store_block(into, i, 1, 3, none, C)
-    _store_block(into, i, 2, 0, a20, C)
-    _store_block(into, i, 2, 1, a21, C)
-    _store_block(into, i, 2, 2, a22, C)
-    _store_block(into, i, 2, 3, none, C)
-    _store_block(into, i, 3, 0, a30, C)
-    _store_block(into, i, 3, 1, a31, C)
-    _store_block(into, i, 3, 2, a32, C)
-    _store_block(into, i, 3, 3, a33, C)
+    into = inverse + program * (2 if tl.bfloat16 == OPERAND else 1) * C * C
+    _store_block(into, i, 0, 0, a00, C, OPERAND)
+    _store_block(into, i, 0, 1, none, C, OPERAND)
+    _store_block(into, i, 0, 2, none, C, OPERAND)
+    _store_block(into, i, 0, 3, none, C, OPERAND)
+    _store_block(into, i, 1, 0, a10, C, OPERAND)
+    _store_block(into, i, 1, 1, a11, C, OPERAND)
+    _store_block(into, i, 1, 2, none, C, OPERAND)
+    _store_block(into, i, 1, 3, none, C, OPERAND)
+    _store_block(into, i, 2, 0, a20, C, OPERAND)
+    _store_block(into, i, 2, 1, a21, C, OPERAND)
+    _store_block(into, i, 2, 2, a22, C, OPERAND)
+    _store_block(into, i, 2, 3, none, C, OPERAND)
+    _store_block(into, i, 3, 0, a30, C, OPERAND)
+    _store_block(into, i, 3, 1, a31, C, OPERAND)
+    _store_block(into, i, 3, 2, a32, C, OPERAND)
+    _store_block(into, i, 3, 3, a33, C, OPERAND)
 
 
 # What does not depend on other chunks
@@ -356,7 +398,9 @@ def _prepare(
     x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     there = exists(place, here, SHIFT, CARRIED)
 
-    solved = _inverse_of(inverse, program, i[:, None], i[None, :], C).to(tl.float32)
+    solved = _inverse_of(inverse, program, i[:, None], i[None, :], 0, C, OPERAND).to(tl.float32)
+    if tl.bfloat16 == OPERAND:
+        solved += _inverse_of(inverse, program, i[:, None], i[None, :], 1, C, OPERAND).to(tl.float32)
     left = solved * (eta * tl.exp2(before_c + before_f))[None, :]
     scores = tl.zeros([C, C], tl.float32)
     for begin in range(0, K, BK):
@@ -409,14 +453,9 @@ def _carry(
 
     Stores what each chunk finds (states [chunks, H, V, K]) and Z in the place of U.
     """
-    program = tl.program_id(0).to(tl.int64)
-    columns = (program % tl.cdiv(V, BV)).to(tl.int32) * BV + tl.arange(0, BV)
-    program = program // tl.cdiv(V, BV)
-    sequence, head = program // heads, program % heads
-    low, count = span(sequence, bounds, length, PACKED)
-    number = tl.load(first + sequence) if PACKED else sequence * longest
+    columns, sequence, head, low, count, number = _along(bounds, first, length, longest, heads, V, BV, PACKED)
     kk, i = tl.arange(0, BK), tl.arange(0, C)
-    own, inside = _turned(program * K * V + kk * V, columns, kk < K, V)
+    own, inside = _turned((sequence * heads + head) * K * V + kk * V, columns, kk < K, V)
     s = tl.load(memory + own, mask=inside, other=0.0) if CARRIED else tl.zeros([BV, BK], tl.float32)
     for start in range(0, count, C):
         chunk = (number + start // C) * heads + head
@@ -435,6 +474,83 @@ def _carry(
         tl.store(at, residual, mask=mask)
         residual *= tl.exp2((end_c - uc) + (end_f - uf))[None, :]
         s = tl.dot(residual.to(OPERAND), x, s * tl.exp2(end_c + end_f), input_precision=PRECISION)
+    if FINAL:
+        tl.store(final + own, s, mask=inside)
+
+
+@triton.jit
+def _halves_of(inverse, chunk, i, C: tl.constexpr, OPERAND: tl.constexpr):
+    """A^-1 of a chunk and head as two operands whose sum it is; the second is not used but for bfloat16."""
+    row, column = i[:, None], i[None, :]
+    high = _inverse_of(inverse, chunk, row, column, 0, C, OPERAND)
+    return high, _inverse_of(inverse, chunk, row, column, 1, C, OPERAND) if tl.bfloat16 == OPERAND else high
+
+
+@triton.jit
+def _times_halves(a, rounded, rest, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """a times the sum of both, as wide as `_wide_dot`: else nothing is right where keys repeat at gains near 2."""
+    if tl.bfloat16 == OPERAND:
+        return tl.dot(a, rounded, tl.dot(a, rest))
+    else:
+        return tl.dot(a, rounded, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _pass(
+    q, k, v, previous, weight, log_decay, inverse, memory, output, states, z, final,
+    bounds, first, length, longest, heads, places,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr,
+    CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, KEEP: tl.constexpr, FINAL: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """O' and S' of one sequence and head, a tile of value channels, S' in registers over all chunks.
+
+    Stores what each chunk finds (states [chunks, H, V, K]) and Z where KEEP.
+    """
+    columns, sequence, head, low, count, number = _along(bounds, first, length, longest, heads, V, BV, PACKED)
+    kk, i = tl.arange(0, BK), tl.arange(0, C)
+    own, inside = _turned((sequence * heads + head) * K * V + kk * V, columns, kk < K, V)
+    s = tl.load(memory + own, mask=inside, other=0.0) if CARRIED else tl.zeros([BV, BK], tl.float32)
+    at, mask = _turned(_rows(v, low, head, heads, i, V), columns, i < count, V)
+    values = tl.load(at, mask=mask, other=0.0).to(OPERAND)
+    for start in range(0, count, C):
+        chunk = (number + start // C) * heads + head
+        decays = log_decay + chunk * C
+        if KEEP:
+            store_rows(states + chunk * (V * K) + columns * K, s, columns < V, kk, K)
+        place = start + i
+        here = place < count
+        x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
+        x = load_rows(x_at, exists(place, here, SHIFT, CARRIED), kk, K).to(OPERAND)
+        queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
+        rounded, rest = _halves_of(inverse, chunk, i, C, OPERAND)
+        at, mask = _turned(_rows(v, low + start + C, head, heads, i, V), columns, place + C < count, V)
+        next_values = tl.load(at, mask=mask, other=0.0).to(OPERAND)
+        eta = tl.load(weight + chunk * C + i)
+        uc, uf = _running(decays, places, i, 0, OPERAND)
+        rc, rf = _running(decays, places, i, LAG, OPERAND)
+        before_c, before_f = _running(decays, places, i, 1, OPERAND)
+        end_c, end_f = _at_end(decays, places, C, OPERAND)
+
+        found = s.to(OPERAND)
+        known = tl.dot(found, tl.trans(x), input_precision=PRECISION)
+        known *= _settled(eta * tl.exp2(before_c + before_f), i)[None, :]
+        residual = (_settled(eta, i)[None, :] * values.to(tl.float32) - known).to(OPERAND)
+        residual = _times_halves(residual, tl.trans(rounded), tl.trans(rest), OPERAND, PRECISION)
+        if KEEP:
+            into, mask = _turned(_rows(z, low + start, head, heads, i, V), columns, here, V)
+            tl.store(into, residual, mask=mask)
+        left = (residual * _settled(tl.exp2((end_c - uc) + (end_f - uf)), i)[None, :]).to(OPERAND)
+        s = tl.dot(left, x, s * tl.exp2(end_c + end_f), input_precision=PRECISION)
+
+        scores = tl.dot(x, tl.trans(queries), input_precision=PRECISION)
+        seen = i[None, :] >= i[:, None] + LAG
+        scores *= _pairwise(_settled(rc, i)[None, :], rf[None, :], uc[:, None], uf[:, None], seen)
+        out = tl.dot(found, tl.trans(queries), input_precision=PRECISION) * _settled(tl.exp2(rc + rf), i)[None, :]
+        out = tl.dot(residual.to(OPERAND), scores.to(OPERAND), out, input_precision=PRECISION)
+        into, mask = _turned(_rows(output, low + start, head, heads, i, V), columns, here, V)
+        tl.store(into, out, mask=mask)
+        values = next_values
     if FINAL:
         tl.store(final + own, s, mask=inside)
 
@@ -495,14 +611,9 @@ def _reverse(
 
     Stores it (grad_states [chunks, H, V, K]), and dZ in the place of P' dO.
     """
-    program = tl.program_id(0).to(tl.int64)
-    columns = (program % tl.cdiv(V, BV)).to(tl.int32) * BV + tl.arange(0, BV)
-    program = program // tl.cdiv(V, BV)
-    sequence, head = program // heads, program % heads
-    low, count = span(sequence, bounds, length, PACKED)
-    number = tl.load(first + sequence) if PACKED else sequence * longest
+    columns, sequence, head, low, count, number = _along(bounds, first, length, longest, heads, V, BV, PACKED)
     kk, i = tl.arange(0, BK), tl.arange(0, C)
-    own, inside = _turned(program * K * V + kk * V, columns, kk < K, V)
+    own, inside = _turned((sequence * heads + head) * K * V + kk * V, columns, kk < K, V)
     g = tl.load(grad_final + own, mask=inside, other=0.0) if FINAL else tl.zeros([BV, BK], tl.float32)
     chunks = tl.cdiv(count, C)
     for back in range(0, chunks):
@@ -531,6 +642,59 @@ def _reverse(
         tl.store(grad_memory + own, g, mask=inside)
 
 
+@triton.jit(do_not_specialize=NUMBERS)
+def _reverse_pass(
+    q, k, previous, weight, log_decay, inverse, grad_output, grad_final, y, grad_states, grad_memory,
+    bounds, first, length, longest, heads, places,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr,
+    CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """G' of one sequence and head, a tile of value channels, in registers backwards over all chunks.
+
+    Stores it (grad_states [chunks, H, V, K]) and Y.
+    """
+    columns, sequence, head, low, count, number = _along(bounds, first, length, longest, heads, V, BV, PACKED)
+    kk, i = tl.arange(0, BK), tl.arange(0, C)
+    own, inside = _turned((sequence * heads + head) * K * V + kk * V, columns, kk < K, V)
+    g = tl.load(grad_final + own, mask=inside, other=0.0) if FINAL else tl.zeros([BV, BK], tl.float32)
+    chunks = tl.cdiv(count, C)
+    for back in range(0, chunks):
+        start = (chunks - 1 - back) * C
+        chunk = (number + chunks - 1 - back) * heads + head
+        decays = log_decay + chunk * C
+        store_rows(grad_states + chunk * (V * K) + columns * K, g, columns < V, kk, K)
+        place = start + i
+        here = place < count
+        x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
+        x = load_rows(x_at, exists(place, here, SHIFT, CARRIED), kk, K).to(OPERAND)
+        queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
+        at, mask = _turned(_rows(grad_output, low + start, head, heads, i, V), columns, here, V)
+        given = tl.load(at, mask=mask, other=0.0).to(OPERAND)
+        rounded, rest = _halves_of(inverse, chunk, i, C, OPERAND)
+        eta = tl.load(weight + chunk * C + i)
+        uc, uf = _running(decays, places, i, 0, OPERAND)
+        rc, rf = _running(decays, places, i, LAG, OPERAND)
+        before_c, before_f = _running(decays, places, i, 1, OPERAND)
+        end_c, end_f = _at_end(decays, places, C, OPERAND)
+
+        scores = tl.dot(queries, tl.trans(x), input_precision=PRECISION)
+        seen = i[:, None] >= i[None, :] + LAG
+        scores *= _pairwise(rc[:, None], rf[:, None], _settled(uc, i)[None, :], uf[None, :], seen)
+        dz = tl.dot(g.to(OPERAND), tl.trans(x), input_precision=PRECISION)
+        dz *= _settled(tl.exp2((end_c - uc) + (end_f - uf)), i)[None, :]
+        dz = tl.dot(given, scores.to(OPERAND), dz, input_precision=PRECISION)
+        solved = _times_halves(dz.to(OPERAND), rounded, rest, OPERAND, PRECISION)
+        into, mask = _turned(_rows(y, low + start, head, heads, i, V), columns, here, V)
+        tl.store(into, solved, mask=mask)
+        given = (given.to(tl.float32) * _settled(tl.exp2(rc + rf), i)[None, :]).to(OPERAND)
+        g = tl.dot(given, queries, g * tl.exp2(end_c + end_f), input_precision=PRECISION)
+        solved *= _settled(-eta * tl.exp2(before_c + before_f), i)[None, :]
+        g = tl.dot(solved.to(OPERAND), x, g, input_precision=PRECISION)
+    if CARRIED:
+        tl.store(grad_memory + own, g, mask=inside)
+
+
 @triton.jit
 def _product(a, b):
     """Sum of a * b over all elements."""
@@ -538,23 +702,26 @@ def _product(a, b):
 
 
 @triton.jit
-def _settled(sums, i):
-    """The same numbers by way of shared memory: the compiler puts off other sums, and keeps what they are of, until it
-    runs out of registers."""
-    return tl.gather(sums, i, 0)
+def _solved(transposed, y_or_dz, SOLVED: tl.constexpr, PRECISION: tl.constexpr):
+    """Y in float32."""
+    if SOLVED:
+        return y_or_dz.to(tl.float32)
+    else:
+        return tl.dot(transposed, y_or_dz, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _gradients(
     q, k, v, gain, ridge, previous, previous_valid, lengths, weight, log_decay, energy, inverse, states, z,
-    grad_output, grad_z, grad_states, grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_previous,
+    grad_output, y_or_dz, grad_states, grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_previous,
     bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr,
     CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, RIDGE: tl.constexpr,
-    DIRECT: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DIRECT: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr, SOLVED: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk of one head: of q, v and the write features where their keys lie, of gain and ridge.
+    From Y where SOLVED, else from dZ.
 
     Products [C, C] that are left operands both ways round are formed twice, not transposed. Where all channels are one
     tile, operands of products are loaded once, before all products.
@@ -581,13 +748,13 @@ def _gradients(
         coefficient = tl.load(ridge + row, mask=active, other=0.0).to(tl.float32)
     statistic = tl.load(energy + program * C + i)
     given_at = _rows(grad_output, low + start, head, heads, i, V)
-    dz_at = _rows(grad_z, low + start, head, heads, i, V)
+    y_at = _rows(y_or_dz, low + start, head, heads, i, V)
     z_at = _rows(z, low + start, head, heads, i, V)
     v_at = _rows(v, low + start, head, heads, i, V)
     q_at = _rows(q, low + start, head, heads, i, K)
     x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     kk, columns = tl.arange(0, BK), tl.arange(0, BV)
-    dz = load_rows(dz_at, here, columns, V)
+    y = load_rows(y_at, here, columns, V)
     given = load_rows(given_at, here, columns, V).to(OPERAND)
     residual = load_rows(z_at, here, columns, V)
     values = load_rows(v_at, here, columns, V)
@@ -600,19 +767,19 @@ def _gradients(
     rc, rf = _running(log_decay, places, i, LAG, OPERAND)
     before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
     end_c, end_f = _at_end(log_decay, places, C, OPERAND)
-    transposed = _inverse_of(inverse, program, i[None, :], i[:, None], C).to(OPERAND)
+    transposed = y if SOLVED else _inverse_of(inverse, program, i[None, :], i[:, None], 0, C, OPERAND)
     kept = _product(s, g) * tl.exp2(end_c + end_f)
     minus = -tl.exp2((before_c - rc) + (before_f - rf))
 
     # dP, and dA without exp(u_{i-1} - r_i), which Y has already
-    y = tl.dot(transposed, dz, input_precision=PRECISION)
+    y = _solved(transposed, y, SOLVED, PRECISION)
     found = (minus[:, None] * y).to(OPERAND)
     gained = tl.zeros([C], tl.float32)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
         if V > BV:
             values = load_rows(v_at, here, columns, V)
-            y = tl.dot(transposed, load_rows(dz_at, here, columns, V), input_precision=PRECISION)
+            y = _solved(transposed, load_rows(y_at, here, columns, V), SOLVED, PRECISION)
         gained += tl.sum(y * values.to(tl.float32), 1)
         store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
     gained = _settled(gained, i)
@@ -632,7 +799,7 @@ def _gradients(
         columns = begin + tl.arange(0, BV)
         if V > BV:
             residual = load_rows(z_at, here, columns, V)
-            y = tl.dot(transposed, load_rows(dz_at, here, columns, V), input_precision=PRECISION)
+            y = _solved(transposed, load_rows(y_at, here, columns, V), SOLVED, PRECISION)
             found = (minus[:, None] * y).to(OPERAND)
         system = tl.dot(found, tl.trans(residual), system, input_precision=PRECISION)
     system_left = (system * decay).to(OPERAND)
@@ -672,7 +839,7 @@ def _gradients(
         columns = begin + tl.arange(0, BV)
         if V > BV:
             residual = load_rows(z_at, here, columns, V)
-            y = tl.dot(transposed, load_rows(dz_at, here, columns, V), input_precision=PRECISION)
+            y = _solved(transposed, load_rows(y_at, here, columns, V), SOLVED, PRECISION)
             found = (minus[:, None] * y).to(OPERAND)
         system = tl.dot(residual, tl.trans(found), system, input_precision=PRECISION)
     system_turned = (system * decay * tl.load(weight + i)[None, :]).to(OPERAND)
@@ -695,7 +862,7 @@ def _gradients(
         for begin in range(0, V, BV):
             columns = begin + tl.arange(0, BV)
             if V > BV:
-                y = tl.dot(transposed, load_rows(dz_at, here, columns, V), input_precision=PRECISION)
+                y = _solved(transposed, load_rows(y_at, here, columns, V), SOLVED, PRECISION)
                 found = (minus[:, None] * y).to(OPERAND)
             if V > BV or K > BK:
                 s = _load_state(states, columns, kk, V, K)
@@ -759,9 +926,15 @@ def kept(layout: Layout, shape: tuple[int, ...], value_dim: int, window: int, dt
     """Shapes of `Kept`, of q of `shape`."""
     *rows, heads, key_dim = shape
     shapes = triton_schedule.shapes(layout, heads, window, triton_schedule.parts(dtype))
-    numbers = [(n, torch.float32) for n in (*shapes, (layout.chunks, heads, CHUNK, CHUNK))]
+    numbers = [(n, torch.float32) for n in shapes]
     wide = operand_dtype(dtype)
-    return [*numbers, ((layout.chunks, heads, value_dim, key_dim), wide), ((*rows, heads, value_dim), wide)]
+    states = (layout.chunks, heads, value_dim, key_dim)
+    return [*numbers, *((n, wide) for n in (inverses(layout, heads, dtype), states, (*rows, heads, value_dim)))]
+
+
+def inverses(layout: Layout, heads: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Shape of A^-1 for inputs of `dtype`: in bfloat16 what is rounded to it, and the rest."""
+    return layout.chunks, heads, 2 if dtype == torch.bfloat16 else 1, CHUNK, CHUNK
 
 
 class Plan:
@@ -775,7 +948,7 @@ class Plan:
         *_, heads, key_dim = shape
         self.operand = operand_dtype(dtype)
         self.states = (layout.chunks, heads, value_dim, key_dim)
-        self.inverse = (layout.chunks, heads, CHUNK, CHUNK)
+        self.inverse = inverses(layout, heads, dtype)
         self.schedule = triton_schedule.Plan(
             layout, heads, key_dim, options, masked, carried, triton_schedule.parts(dtype), aligned
         )
@@ -806,33 +979,50 @@ class Plan:
                 return config
             return config._replace(value_tile=value_width, warps=4)
 
+        rows = layout.sequences * heads
+
         def along(kernel, config, *flags):
-            config = fitted(config)
-            if size == 2:
-                config = launch.narrower(device, config, layout.sequences * heads, value_dim, key_tile)
-            programs = layout.sequences * heads * -(-value_dim // config.value_tile)
+            programs = rows * -(-value_dim // config.value_tile)
             return launcher(kernel, programs, config, more | {"BK": key_tile, "BV": config.value_tile}, *flags)
 
-        reading = fitted(sizes.read)
+        def narrow(config):
+            config = fitted(config)
+            return launch.narrower(device, config, rows, value_dim, key_tile) if size == 2 else config
+
         self.invert = across(_invert, sizes.invert, {})
+        self.fused = launch.fused(device, sizes.whole, rows, value_dim)
+        self.gradients = across(_gradients, sizes.gradients, schedule | {"SOLVED": self.fused})
+        if self.fused:
+            self.whole = along(_pass, fitted(sizes.whole), "KEEP", "FINAL")
+            self.reverse_whole = along(_reverse_pass, fitted(sizes.reverse_whole), "FINAL")
+            return
+        reading = fitted(sizes.read)
         self.prepare = across(_prepare, sizes.prepare, {}, "ADJOINT")
-        self.carry = along(_carry, sizes.carry, "FINAL")
+        self.carry = along(_carry, narrow(sizes.carry), "FINAL")
         self.read = launcher(
             _read, layout.chunks * heads * -(-value_dim // reading.value_tile), reading,
             more | {"BK": min(key_tile, 64, reading.value_tile), "BV": reading.value_tile},
         )  # fmt: skip
-        self.reverse = along(_reverse, sizes.reverse, "FINAL")
-        self.gradients = across(_gradients, sizes.gradients, schedule)
+        self.reverse = along(_reverse, narrow(sizes.reverse), "FINAL")
 
 
 def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: bool) -> Kept:
     """Fills `output` [B, T, H, V] and, where given, `final` [S, H, K, V]."""
     q, k, v, tables, previous = call.q, call.k, call.v, call.tables, call.before.previous_key
     weight, log_decay, energy = triton_schedule.forward(plan.schedule, call)
-    inverse = torch.empty(plan.inverse, dtype=torch.float32, device=q.device)
-    states = torch.empty(plan.states, dtype=plan.operand, device=q.device)
-    w, z = (torch.empty(t.shape, dtype=plan.operand, device=q.device) for t in (q, v))
+    inverse = torch.empty(plan.inverse, dtype=plan.operand, device=q.device)
     plan.invert(k, previous, weight, log_decay, inverse, *tables, *plan.numbers)
+    states, z = None, None
+    if keep or not plan.fused:
+        states = torch.empty(plan.states, dtype=plan.operand, device=q.device)
+        z = torch.empty(v.shape, dtype=plan.operand, device=q.device)
+    if plan.fused:
+        plan.whole(
+            q, k, v, previous, weight, log_decay, inverse, call.memory, output, states, z, final, *tables[:2],
+            *plan.numbers, flags=(keep, final is not None),
+        )  # fmt: skip
+        return Kept(weight, log_decay, energy, inverse, states, z)
+    w = torch.empty(q.shape, dtype=plan.operand, device=q.device)
     plan.prepare(q, k, v, previous, weight, log_decay, inverse, w, z, *tables, *plan.numbers, flags=(False,))
     plan.carry(
         k, previous, log_decay, call.memory, w, z, states, final, *tables[:2], *plan.numbers,
@@ -849,19 +1039,25 @@ def backward(
     weight, log_decay, energy, inverse, states, z = kept
     assert states is not None
     assert z is not None
-    previous = before.previous_key
-    w, grad_z = torch.empty(q.shape, dtype=plan.operand, device=q.device), torch.empty_like(z)
-    grad_states = torch.empty_like(states)
-    plan.prepare(
-        q, k, grad_output, previous, weight, log_decay, inverse, w, grad_z, *tables, *plan.numbers, flags=(True,)
-    )
-    plan.reverse(
-        q, k, previous, log_decay, w, grad_output, grad_final, grad_z, grad_states, into.memory, *tables[:2],
-        *plan.numbers, flags=(grad_final is not None,),
-    )  # fmt: skip
-    del w
+    previous, final = before.previous_key, (grad_final is not None,)
+    y_or_dz, grad_states = torch.empty_like(z), torch.empty_like(states)
+    if plan.fused:
+        plan.reverse_whole(
+            q, k, previous, weight, log_decay, inverse, grad_output, grad_final, y_or_dz, grad_states, into.memory,
+            *tables[:2], *plan.numbers, flags=final,
+        )  # fmt: skip
+    else:
+        w = torch.empty(q.shape, dtype=plan.operand, device=q.device)
+        plan.prepare(
+            q, k, grad_output, previous, weight, log_decay, inverse, w, y_or_dz, *tables, *plan.numbers, flags=(True,)
+        )
+        plan.reverse(
+            q, k, previous, log_decay, w, grad_output, grad_final, y_or_dz, grad_states, into.memory, *tables[:2],
+            *plan.numbers, flags=final,
+        )  # fmt: skip
+        del w
     plan.gradients(
         q, k, v, call.gain, call.ridge, previous, before.previous_valid, call.lengths, weight, log_decay, energy,
-        inverse, states, z, grad_output, grad_z, grad_states, *into[:5], into.before.previous_key, *tables,
+        inverse, states, z, grad_output, y_or_dz, grad_states, *into[:5], into.before.previous_key, *tables,
         *plan.numbers,
     )  # fmt: skip
