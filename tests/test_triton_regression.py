@@ -266,12 +266,14 @@ def test_what_no_gradient_needs_is_not_kept(monkeypatch):
 
 
 def test_one_pass_where_rows_and_tiles_fill_the_card(monkeypatch):
-    """Rows x value tiles and the card decide, nothing else; and never where there is no configuration of a pass."""
+    """Rows x value tiles and the card decide, but never for documents, or where there is no configuration of a pass."""
     monkeypatch.setattr(launch, "card", lambda device: ("large", 132))
     config = launch.Config(64, 4, 1)
-    assert [launch.fused(DEVICE, config, rows, 64) for rows in (1, 115, 116, 384)] == [False, False, True, True]
-    assert [launch.fused(DEVICE, config, rows, 128) for rows in (57, 58)] == [False, True]
-    assert not launch.fused(DEVICE, None, 384, 64)
+    found = [launch.fused(DEVICE, config, rows, 64, packed=False) for rows in (1, 115, 116, 384)]
+    assert found == [False, False, True, True]
+    assert [launch.fused(DEVICE, config, rows, 128, packed=False) for rows in (57, 58)] == [False, True]
+    assert not launch.fused(DEVICE, None, 384, 64, packed=False)
+    assert not launch.fused(DEVICE, config, 384, 64, packed=True)
     assert launch.REGRESSION["large", 2, 64].whole is not None
 
 

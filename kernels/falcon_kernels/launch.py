@@ -69,7 +69,7 @@ REGRESSION = {  # keys as in TABLE
         Config(64, 4, 3),
         Config(64, 4, 1),
         Config(64, 4, 1, registers=168),
-        Config(64, 4, 1, registers=168),
+        Config(64, 4, 3),
     ),
     ("large", 2, 128): Regression(
         Config(32, 1, 2, registers=168),
@@ -79,7 +79,7 @@ REGRESSION = {  # keys as in TABLE
         Config(128, 8, 2),
         Config(128, 4, 2, 64),
         Config(128, 8, 3),
-        Config(128, 8, 3),
+        Config(128, 8, 2),
     ),
     ("large", 2, 256): Regression(
         Config(32, 1, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1)
@@ -205,7 +205,7 @@ class Walk(NamedTuple):
     warps: int
 
 
-CONVOLUTION = {2: (Walk(1024, 32, 4), Walk(512, 32, 4)), 4: (Walk(512, 32, 4),) * 2}  # by bytes: forward, backward
+CONVOLUTION = {2: (Walk(1024, 8, 2), Walk(512, 32, 4)), 4: (Walk(512, 32, 4),) * 2}  # by bytes: forward, backward
 NORM = {2: (Walk(1024, 4, 4), Walk(1024, 16, 4)), 4: (Walk(512, 4, 4), Walk(512, 16, 4))}
 
 
@@ -254,9 +254,14 @@ def channel(device: torch.device, operand_bytes: int, key_tile: int) -> Channel:
     return WIDE_CHANNEL[key_tile] if operand_bytes == 4 else CHANNEL[card(device)[0], operand_bytes, key_tile]
 
 
-def fused(device: torch.device, config: Config | None, rows: int, value_dim: int) -> bool:
-    """Whether falcon_1 takes `rows` in one pass of `config`: where programs for rows x value tiles fill the card."""
-    return config is not None and 8 * rows * -(-value_dim // config.value_tile) >= 7 * card(device)[1]
+def fused(device: torch.device, config: Config | None, rows: int, value_dim: int, packed: bool) -> bool:
+    """Whether falcon_1 takes `rows` in one pass of `config`: where programs for rows x value tiles fill the card.
+
+    Not documents of a packed row, the longest of which can be most of the row: a long chain is faster split.
+    """
+    if config is None or packed:
+        return False
+    return 8 * rows * -(-value_dim // config.value_tile) >= 7 * card(device)[1]
 
 
 def window(device: torch.device, operand_bytes: int, key_tile: int) -> Window:

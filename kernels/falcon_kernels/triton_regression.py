@@ -15,7 +15,7 @@ dA = -tril(exp(u_{i-1} - u_s) * Y Z', -1), the gradients are dV = Diag(eta) Y, d
 
 that of eta is the row sum of Y * V + F * X.
 
-Where sequences, heads and tiles of value channels fill the card (`launch.fused`), a pass over chunks does all that
+Where rows, heads and tiles of value channels fill the card (`launch.fused`), a pass over chunks does all that
 follows from A^-1, in turn R = Diag(eta) (V - Diag(exp(u_{t-1})) X S), Z = A^-1 R, S, O; and back, dZ, Y, G:
 
     forward    invert         A^-1             one program per (chunk, head), of one warp
@@ -990,7 +990,7 @@ class Plan:
             return launch.narrower(device, config, rows, value_dim, key_tile) if size == 2 else config
 
         self.invert = across(_invert, sizes.invert, {})
-        self.fused = launch.fused(device, sizes.whole, rows, value_dim)
+        self.fused = launch.fused(device, sizes.whole, rows, value_dim, layout.packed)
         self.gradients = across(_gradients, sizes.gradients, schedule | {"SOLVED": self.fused})
         if self.fused:
             self.whole = along(_pass, fitted(sizes.whole), "KEEP", "FINAL")
