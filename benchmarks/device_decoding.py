@@ -28,7 +28,7 @@ from transformers.utils import logging
 from falcon_hf import FalconFastWeightConfig, FalconFastWeightForCausalLM, cache_nbytes, generate_on_device
 from falcon_hf.cache_falcon_fast_weight import CACHE_NAME
 
-PROMPT, TOKENS, REPEATS = 128, 256, 3
+PROMPT, REPEATS = 128, 3
 CONTEXTS, PIECE = (128, 131_072), 4_096
 LOOP = {"custom_generate": generate_on_device}
 Row = dict[str, Any]
@@ -39,13 +39,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="Small models, few tokens and a short context.")
     parser.add_argument("--rules", nargs="+", default=["falcon-3a.3", "falcon-1.3"], help="Presets without their size.")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 64], help="Rows of a batch.")
+    parser.add_argument("--tokens", type=int, default=256, help="New tokens of each row.")
     return parser.parse_args()
 
 
-def llama(config: FalconFastWeightConfig) -> PreTrainedModel:
+def llama(config: FalconFastWeightConfig, length: int) -> PreTrainedModel:
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     sizes = {name: getattr(config, name) for name in (*names, "tie_word_embeddings")}
-    return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=max(CONTEXTS) + TOKENS))
+    return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=length))
 
 
 def delta_net(config: FalconFastWeightConfig) -> PreTrainedModel:
@@ -129,7 +130,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     size = "tiny" if arguments.tiny else "130m"
-    tokens, contexts = (20, (128, 1_024)) if arguments.tiny else (TOKENS, CONTEXTS)
+    tokens, contexts = (20, (128, 1_024)) if arguments.tiny else (arguments.tokens, CONTEXTS)
     compiling = CompileConfig(mode="default", fullgraph=True, backend="eager" if arguments.tiny else "inductor")
     without = {"custom_generate": GenerationMixin._sample}  # transformers' own loop
     ours = {
@@ -144,7 +145,7 @@ def main() -> None:
     like = next(iter(configs.values()))
     makers: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, dict[str, Any]]]] = {
         **{name: (lambda config=config: FalconFastWeightForCausalLM(config), ours) for name, config in configs.items()},
-        "llama, SDPA": (lambda: llama(like), theirs),
+        "llama, SDPA": (lambda: llama(like, max(contexts) + tokens), theirs),
         "DeltaNet, flash-linear-attention": (lambda: delta_net(like), {"generate": {}}),
     }
     rows, kept, a_token = [], {}, None
@@ -167,6 +168,7 @@ def main() -> None:
                         rows.append({**row, **empty, "failure": failed})
                     else:
                         rows.append({**row, **attempt(partial(speed, model, batch, tokens, options), empty)})
+                    progress.console.print(rows[-1])
                     progress.advance(runs)
             if name in configs:
                 kept[name] = model
