@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from falcon_kernels import FalconState
 from falcon_kernels.compaction import Compaction, compaction
 from falcon_kernels.layers import FalconAttention
+from falcon_kernels.single_token import add_norm, fuses, silu_product
 from huggingface_hub import create_repo
 from torch import Tensor, nn
 from transformers import AutoModel, GenerationMixin, PreTrainedModel
@@ -180,7 +181,9 @@ class FalconFastWeightAttention(nn.Module):
             older = self.forward(hidden_states[:, :-RECORDED], cache=cache)
             slot.record_past = True
             return torch.cat([older, self.forward(hidden_states[:, -RECORDED:], cache=cache)], 1)
-        q, k, v, gain, ridge, context = self.recurrence_inputs(hidden_states, slot, rows, age)
+        fused = self._fuses(hidden_states, slot)
+        inputs = self._token_inputs if fused else self.recurrence_inputs
+        q, k, v, gain, ridge, context = inputs(hidden_states, slot, rows, age)
         if slot is not None and slot.record_past:
             slot.record(self.rule, context, k, v, gain, ridge, rows)
 
@@ -198,7 +201,7 @@ class FalconFastWeightAttention(nn.Module):
         if slot is not None:
             lengths = None if rows is None else rows.lengths
             window = None if context is None else last_tokens(context, self.conv_size - 1, lengths)
-            slot.update(state, window, q.shape[1])
+            slot.update(state, window, 0 if fused else q.shape[1])
 
         if self.read_scale != 1:
             out = out * self.read_scale
@@ -247,6 +250,50 @@ class FalconFastWeightAttention(nn.Module):
             self.norm_epsilon,
         )
         return q, k, v, gain, ridge, context
+
+    def _fuses(self, hidden_states: Tensor, slot: FalconFastWeightCacheLayer | None) -> bool:
+        """Whether `_token_inputs` does what `recurrence_inputs` does, with the window moved on and the place counted."""
+        if slot is None or not slot.is_initialized or slot.record_past:
+            return False
+        convolutions = [part for part in (self.q_conv, self.k_conv, self.v_conv) if part is not None]
+        return (
+            slot.state.memory.shape[0] == hidden_states.shape[0]
+            and (slot.conv_window is None or slot.conv_window.is_contiguous())
+            and all(type(part.weight) is nn.Parameter for part in convolutions)
+            and fuses(hidden_states, self.gain_proj, self.ridge_proj)
+        )
+
+    def _token_inputs(
+        self, hidden_states: Tensor, slot: FalconFastWeightCacheLayer, rows: Compaction | None, age: None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, None]:
+        """`recurrence_inputs` of one token, in one launch beside the projections."""
+        from falcon_kernels.triton_token import token_inputs  # so that nothing here needs triton
+
+        x = hidden_states[:, 0]
+        convolutions = (self.q_conv, self.k_conv, self.v_conv)
+        found = token_inputs(
+            x,
+            self.q_proj(x),
+            self.k_proj(x),
+            self.v_proj(x),
+            slot.conv_window,
+            [None if part is None else part.weight for part in convolutions],
+            self.gain_proj(x) if self.rule.per_channel else self.gain_proj.weight,
+            self.gain_bias,
+            None if self.ridge_proj is None else self.ridge_proj.weight,
+            self.ridge_bias,
+            None if rows is None else rows.mask[:, 0],
+            slot.cumulative_length,
+            head_dim=self.head_dim,
+            per_channel=self.rule.per_channel,
+            norm=self.qk_norm,
+            value_norm=self.value_norm,
+            feature_map=self.feature_map,
+            epsilon=self.norm_epsilon,
+            largest_gain=self.largest_gain,
+            ridge_scale=self.ridge_scale,
+        )
+        return *(None if part is None else part[:, None] for part in found), None
 
     def _gain(self, hidden_states: Tensor) -> Tensor:
         """[B, T, H] or [B, T, H, V] gain in [0, 2], or step size in [0, step_size_max], at least in fp32."""
@@ -364,6 +411,15 @@ def _index_in_document(cu_seqlens: Tensor, length: int) -> Tensor:
     return places - cu_seqlens[document]
 
 
+class GatedMLP(LlamaMLP):
+    """transformers' own, whose gate and product are one launch for a single token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.config.hidden_act != "silu":
+            return super().forward(x)
+        return self.down_proj(silu_product(self.gate_proj(x), self.up_proj(x)))
+
+
 class FalconFastWeightDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: FalconFastWeightConfig, layer_idx: int):
         super().__init__()
@@ -373,7 +429,7 @@ class FalconFastWeightDecoderLayer(GradientCheckpointingLayer):
         else:
             attention = Qwen3Attention if config.attention_qk_norm else LlamaAttention
             self.self_attn = attention(config, layer_idx)  # type: ignore[arg-type]
-        self.mlp = LlamaMLP(config)
+        self.mlp = GatedMLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -384,8 +440,8 @@ class FalconFastWeightDecoderLayer(GradientCheckpointingLayer):
             hidden_states = self.linear_attn(hidden_states, attention_mask, kwargs.get(CACHE_NAME), cu_seqlens)
         else:
             hidden_states, _ = self.self_attn(hidden_states=hidden_states, attention_mask=attention_mask, **kwargs)
-        hidden_states = residual + hidden_states
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states, normed = add_norm(residual, hidden_states, self.post_attention_layernorm)
+        return hidden_states + self.mlp(normed)
 
 
 class FalconFastWeightPreTrainedModel(PreTrainedModel):
