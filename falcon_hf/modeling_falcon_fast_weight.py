@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from falcon_kernels import FalconState
 from falcon_kernels.compaction import Compaction, compaction
 from falcon_kernels.layers import FalconAttention
-from falcon_kernels.single_token import add_norm, fuses, silu_product
+from falcon_kernels.single_token import add_norm, fuses, gated_product, project, silu_product
 from huggingface_hub import create_repo
 from torch import Tensor, nn
 from transformers import AutoModel, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
+from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 from transformers.integrations import use_kernel_forward_from_hub
 from transformers.masking_utils import create_causal_mask
@@ -207,8 +208,8 @@ class FalconFastWeightAttention(nn.Module):
             out = out * self.read_scale
         out = self.o_norm(out.to(self.o_norm.weight.dtype)).to(v.dtype).flatten(-2)
         if self.g_proj is not None:
-            out = out * F.silu(self.g_proj(hidden_states))
-        out = self.o_proj(out)
+            out = silu_product(self.g_proj(hidden_states), out)
+        (out,) = project(out, self.o_proj)
         if rows is not None:
             out = rows.scatter(out)
         return out.view(shape)
@@ -252,7 +253,7 @@ class FalconFastWeightAttention(nn.Module):
         return q, k, v, gain, ridge, context
 
     def _fuses(self, hidden_states: Tensor, slot: FalconFastWeightCacheLayer | None) -> bool:
-        """Whether `_token_inputs` does what `recurrence_inputs` does, with the window moved on and the place counted."""
+        """Whether `_token_inputs` does what `recurrence_inputs` does, and moves the window on and counts the token."""
         if slot is None or not slot.is_initialized or slot.record_past:
             return False
         convolutions = [part for part in (self.q_conv, self.k_conv, self.v_conv) if part is not None]
@@ -265,17 +266,18 @@ class FalconFastWeightAttention(nn.Module):
 
     def _token_inputs(
         self, hidden_states: Tensor, slot: FalconFastWeightCacheLayer, rows: Compaction | None, age: None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, None]:
+    ) -> tuple[Tensor | None, ...]:
         """`recurrence_inputs` of one token, in one launch beside the projections."""
         from falcon_kernels.triton_token import token_inputs  # so that nothing here needs triton
 
         x = hidden_states[:, 0]
+        q, k, v = (part[:, 0] for part in project(hidden_states, self.q_proj, self.k_proj, self.v_proj))
         convolutions = (self.q_conv, self.k_conv, self.v_conv)
         found = token_inputs(
             x,
-            self.q_proj(x),
-            self.k_proj(x),
-            self.v_proj(x),
+            q,
+            k,
+            v,
             slot.conv_window,
             [None if part is None else part.weight for part in convolutions],
             self.gain_proj(x) if self.rule.per_channel else self.gain_proj.weight,
@@ -412,12 +414,13 @@ def _index_in_document(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 class GatedMLP(LlamaMLP):
-    """transformers' own, whose gate and product are one launch for a single token."""
+    """transformers' own, in few launches for a single token."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.config.hidden_act != "silu":
+        if not isinstance(self.act_fn, SiLUActivation):
             return super().forward(x)
-        return self.down_proj(silu_product(self.gate_proj(x), self.up_proj(x)))
+        (y,) = project(gated_product(x, self.gate_proj, self.up_proj), self.down_proj)
+        return y
 
 
 class FalconFastWeightDecoderLayer(GradientCheckpointingLayer):

@@ -4,7 +4,13 @@ python tests/compile_token.py
 """
 
 import triton
-from falcon_kernels.triton_token import add_norm_kernel, inputs_kernel, silu_product_kernel
+from falcon_kernels.triton_token import (
+    add_norm_kernel,
+    gated_kernel,
+    inputs_kernel,
+    products_kernel,
+    silu_product_kernel,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -41,10 +47,17 @@ def main() -> None:
             types |= {"mask": "*i1"} if constants["MASKED"] else {}
             kernel = compiled(inputs_kernel, types, constants, 2)
             print(f"inputs, {dtype}, {name}: {kernel.metadata.shared} B shared")
-        names = ("x", "y", "weight", "total", "normed", "product")
-        types = {n: f"*{dtype}" for n in names} | {"epsilon": "fp32"}
+        types = {
+            n: f"*{dtype}"
+            for n in ("x", "y", "weight", "total", "normed", "product", "gate", "up", "a", "b", "of_a", "of_b")
+        }
+        types |= {"epsilon": "fp32"}
         compiled(add_norm_kernel, types, {"D": 768, "BD": 1024}, 4)
         compiled(silu_product_kernel, types, {"N": 2048, "BLOCK": 256}, 2)
+        for sizes in ({"D": 768, "BN": 4, "BD": 512}, {"D": 20, "BN": 4, "BD": 512}):
+            kernel = compiled(products_kernel, types, {"NA": 768, "NB": 768, "NC": 0, "of_c": None, **sizes}, 4)
+            print(f"products, {dtype}: {kernel.metadata.shared} B shared")
+            compiled(gated_kernel, types, {"N": 2048, **sizes}, 4)
 
 
 if __name__ == "__main__":

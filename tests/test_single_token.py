@@ -2,20 +2,30 @@
 
 import copy
 from contextlib import contextmanager
+from pathlib import Path
 
 import interpreter
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import assert_same
-from tiny_models import CASES, HYBRID, RULES, cache_of, tiny_config, tiny_model, tokens
+from tiny_models import CASES, RULES, cache_of, tiny_config, tiny_model, tokens
 from torch import nn
+from transformers import GenerationMixin
 
 interpreter.require()
 
 from falcon_kernels import single_token, triton_token  # noqa: E402
 
-from falcon_hf import FalconFastWeightAttention  # noqa: E402
+from test_device_generation import tapes  # noqa: E402, F401
+from test_triton_step import without_interpreter  # noqa: E402
+
+from falcon_hf import (  # noqa: E402
+    FalconFastWeightAttention,
+    FalconFastWeightConfig,
+    FalconFastWeightForCausalLM,
+    generate_on_device,
+)
 from falcon_hf.cache_falcon_fast_weight import CACHE_NAME, falcon_cache  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,7 +37,7 @@ ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.fixture
 def fused(monkeypatch):
     """Lets these kernels run on this device, with NaN where they are to write; their calls are counted by name."""
-    calls = {"token_inputs": 0, "add_norm": 0, "silu_product": 0}
+    calls = dict.fromkeys(("token_inputs", "add_norm", "silu_product", "row_products", "gated_product"), 0)
 
     def counted(name):
         original = getattr(triton_token, name)
@@ -49,7 +59,7 @@ def fused(monkeypatch):
 
     for name in calls:
         monkeypatch.setattr(triton_token, name, counted(name))
-    for name in ("_empty_inputs", "_empty_sum", "_empty_product"):
+    for name in ("_empty_inputs", "_empty_sum", "_empty_product", "_empty_products", "_empty_gated"):
         monkeypatch.setattr(triton_token, name, poisoned(getattr(triton_token, name)))
     monkeypatch.setattr(single_token, "_best_step", lambda q: "triton")
     return calls
@@ -209,6 +219,19 @@ def test_sum_and_product(rows, D, dtype, fused):
     assert_same(product.double(), F.silu(x.double()) * y.double(), BUDGETS[dtype], "product")
 
 
+@pytest.mark.parametrize("dtype", BUDGETS)
+@pytest.mark.parametrize(("sizes", "D"), [((48,), 24), ((5, 3), 512), ((64, 64, 20), 1000), ((1, 7, 2), 1500)])
+def test_products_of_one_row(sizes, D, dtype, fused):
+    x, *weights = (torch.randn(*shape, D).to(DEVICE, dtype) for shape in ((1, 1), *((n,) for n in sizes)))
+    products = triton_token.row_products(x, *weights)
+    assert [p.shape for p in products] == [(1, 1, n) for n in sizes]
+    for have, weight in zip(products, weights, strict=True):
+        assert_same(have.double(), x.double() @ weight.double().T, 2 * BUDGETS[dtype], "product")
+    gate = torch.randn_like(weights[0])
+    want = F.silu(x.double() @ gate.double().T) * (x.double() @ weights[0].double().T)
+    assert_same(triton_token.gated_product(x, gate, weights[0]).double(), want, 2 * BUDGETS[dtype], "gated product")
+
+
 def test_operators():
     given, _ = arguments(masked=True)
     flat = [t for part in given for t in (part if isinstance(part, list) else [part])]
@@ -216,6 +239,9 @@ def test_operators():
     x = torch.randn(2, 1, 24, device=DEVICE)
     torch.library.opcheck(triton_token.add_norm_operator, (x, x + 1, x[0, 0], 1e-6))
     torch.library.opcheck(triton_token.silu_product_operator, (x, x + 1))
+    weight = torch.randn(5, 24, device=DEVICE)
+    torch.library.opcheck(triton_token.products_operator, (x[:1], weight, weight + 1, None))
+    torch.library.opcheck(triton_token.gated_operator, (x[:1], weight, weight + 1))
 
 
 LINEAR = {case: options for case, options in CASES.items() if "layer_types" not in options}
@@ -251,24 +277,30 @@ def test_mixer_from_token_to_token(case, masked, fused):
     assert [cache.get_seq_length() for cache in caches] == [4, 4, 4]
 
 
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("case", ["falcon_1", "2-gate-values", "3-before", "3a-hybrid"])
-def test_text_of_a_padded_batch(case, fused):
+def test_text_of_a_padded_batch(case, rows, fused):
     """With left padding, also in hybrid models, whose masks go on; the kernels are what made it."""
+    layers = 2 + ("layer_types" in CASES[case])
     model, ids = (
-        tiny_model(torch.float32, **CASES[case], num_hidden_layers=2 + ("layer_types" in CASES[case])),
-        tokens(3, 6),
+        tiny_model(torch.float32, **CASES[case], num_hidden_layers=layers).to(DEVICE),
+        tokens(rows, 6).to(DEVICE),
     )
-    model, ids = model.to(DEVICE), ids.to(DEVICE)
     mask = torch.ones_like(ids)
-    mask[0, :4], mask[2, :2] = 0, 0
+    mask[0, :4], mask[-1, :2] = 0, 0
     options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "use_cache": True}
     have = model.generate(ids, **options)
     linear = model.config.layer_types.count("linear_attention")
-    assert fused["token_inputs"] == 4 * linear
-    assert fused["add_norm"] == fused["silu_product"] == 4 * model.config.num_hidden_layers
+    gates = linear if model.config.output_gate else 0
+    made = {"token_inputs": 4 * linear, "add_norm": 4 * layers}
+    if rows == 1:
+        made |= {"row_products": 4 * (2 * linear + layers), "gated_product": 4 * layers, "silu_product": 4 * gates}
+    else:
+        made |= {"row_products": 0, "gated_product": 0, "silu_product": 4 * (layers + gates)}
+    assert fused == made
     with pytorch_operations():
         assert model.generate(ids, **options).tolist() == have.tolist()
-    assert fused["token_inputs"] == 4 * linear
+    assert fused == made
 
 
 @torch.no_grad()
@@ -333,8 +365,8 @@ def test_what_is_left_to_pytorch(how, fused):
     new = ids[:, -2:] if how == "several tokens" else ids[:, -2:-1]
     with torch.set_grad_enabled(how == "gradients"), torch.autocast(DEVICE, torch.bfloat16, enabled=how == "autocast"):
         model(new, use_cache=True, **{CACHE_NAME: cache})
-    assert fused == {"token_inputs": 0, "add_norm": 0, "silu_product": 0} or how == "recorded"
     assert fused["token_inputs"] == 0
+    assert how == "recorded" or not any(fused.values())
     if how == "recorded":
         cache.layers[0].crop(-1)
 
@@ -366,3 +398,88 @@ def test_compiles_without_a_graph_break(case, fused):
         if a is not None:
             assert torch.equal(a, b) if a.dtype == torch.bool else torch.allclose(a, b, atol=1e-6)
     assert other.get_seq_length() == 5
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("case", ["falcon_3a", "2-gate-values", "1-deltanet-like"])
+def test_text_of_a_recorded_graph(case, rows, fused, tapes):
+    """What is replayed are the operators on the tensors of the state, as in a CUDA graph."""
+    model, ids = tiny_model(torch.float32, **CASES[case], num_hidden_layers=2), tokens(rows, 4)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    have = model.generate(ids, custom_generate=generate_on_device, tokens_per_replay=3, **options)
+    names = {function.name() for function, *_ in tapes[0].calls}
+    operators = {"token_inputs", "add_norm", *(("row_products", "gated_product") if rows == 1 else ("silu_product",))}
+    assert names >= {f"falcon_kernels::{name}" for name in operators}
+    with pytorch_operations():
+        assert model.generate(ids, custom_generate=GenerationMixin._sample, **options).tolist() == have.tolist()
+
+
+@pytest.mark.gpu
+@ON_GPU
+@pytest.mark.parametrize("dtype", BUDGETS)
+@pytest.mark.parametrize(
+    ("B", "H", "K", "V", "D"), [(1, 12, 64, 64, 768), (64, 12, 64, 64, 768), (7, 3, 192, 100, 2500)]
+)
+def test_on_the_card(B, H, K, V, D, dtype, fused):
+    for S in (0, 1, 4, 8):
+        compare(dtype, B=B, H=H, K=K, V=V, D=D, S=S, masked=S == 4)
+        compare(dtype, B=B, H=H, K=K, V=V, D=D, S=S, per_channel=True)
+
+
+@pytest.mark.gpu
+@ON_GPU
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rule", RULES)
+@torch.no_grad()
+def test_graph_replays(rule, rows):
+    """A captured token is the same bits as one that is called."""
+    config = FalconFastWeightConfig(
+        rule=rule, hidden_size=256, num_attention_heads=4, num_hidden_layers=3, vocab_size=500
+    )
+    model = FalconFastWeightForCausalLM(config).bfloat16().cuda().eval()
+    ids = torch.randint(500, (12, rows, 1), device="cuda")
+    caches = [falcon_cache(config) for _ in range(2)]
+    for cache in caches:
+        for token in ids[:2]:
+            model(token, use_cache=True, **{CACHE_NAME: cache})
+    slot = ids[2].clone()
+    model(slot, use_cache=True, **{CACHE_NAME: copy.deepcopy(caches[1])})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = model(slot, use_cache=True, **{CACHE_NAME: caches[1]}).logits
+    for token in ids[2:]:
+        want = model(token, use_cache=True, **{CACHE_NAME: caches[0]}).logits
+        slot.copy_(token)
+        graph.replay()
+        assert torch.equal(logits, want)
+    for mine, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
+        pairs = zip((*mine.state, mine.conv_window), (*theirs.state, theirs.conv_window), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs if a is not None)
+        assert mine.get_seq_length() == theirs.get_seq_length() == 12
+
+
+@pytest.mark.gpu
+@ON_GPU
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_texts_on_the_card(case, rows, fused):
+    model, ids = tiny_model(torch.float32, **CASES[case]).cuda(), tokens(rows, 7).cuda()
+    options = {"max_new_tokens": 40, "do_sample": False}
+    with pytorch_operations():
+        want = model.generate(ids, custom_generate=GenerationMixin._sample, **options).tolist()
+    assert fused["token_inputs"] == 0
+    ways = [{"custom_generate": GenerationMixin._sample}, {}]
+    ways += [{"custom_generate": generate_on_device}] if "layer_types" not in CASES[case] else []
+    for way in ways:
+        assert model.generate(ids, **options, **way).tolist() == want
+    assert fused["token_inputs"] > 0
+
+
+@pytest.mark.slow
+def test_compiles_for_the_card():
+    """The compiler refuses some of what the interpreter takes."""
+    from triton.backends import backends
+
+    if "nvidia" not in backends:
+        pytest.skip("a Triton that cannot compile for NVIDIA cards")
+    without_interpreter(str(Path(__file__).parent / "compile_token.py"))

@@ -1,5 +1,7 @@
 """One token in few launches: where Triton runs, what stands between matrix products is one launch each."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,10 +23,16 @@ def fuses(x: Tensor, *modules: nn.Module | None) -> bool:
 
 
 def _as_made(module: nn.Module, x: Tensor) -> bool:
-    weight = module.weight
+    weight: Any = getattr(module, "weight", None)
+    known = type(module) in (nn.Linear, nn.RMSNorm) and type(weight) is nn.Parameter
     changed = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-    known = type(module).__module__.startswith("torch.nn.modules.") and type(weight) is nn.Parameter
-    return known and not changed and weight.dtype == x.dtype and weight.device == x.device
+    return (
+        known
+        and not changed
+        and getattr(module, "bias", None) is None
+        and weight.dtype == x.dtype
+        and weight.device == x.device
+    )
 
 
 def add_norm(x: Tensor, y: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
@@ -44,3 +52,21 @@ def silu_product(x: Tensor, y: Tensor) -> Tensor:
 
         return triton_token.silu_product(x, y)
     return F.silu(x) * y
+
+
+def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """Each of at most three `linears` of [B, T, D] x; one launch for all of them where there is one row."""
+    if x.shape[0] == 1 and fuses(x, *linears):
+        from . import triton_token
+
+        return triton_token.row_products(x, *(linear.weight for linear in linears))
+    return [linear(x) for linear in linears]
+
+
+def gated_product(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
+    """SiLU(gate(x)) * up(x) for [B, T, D] x; one launch where there is one row."""
+    if x.shape[0] == 1 and fuses(x, gate, up):
+        from . import triton_token
+
+        return triton_token.gated_product(x, gate.weight, up.weight)
+    return silu_product(gate(x), up(x))

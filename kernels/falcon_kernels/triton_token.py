@@ -1,4 +1,4 @@
-"""What a model does to one token between its matrix products and the step, in one Triton launch each.
+"""What a model does to one token around the step, in one Triton launch each; products with matrices for one row only.
 
 All is computed in float32 and rounded once, where it is written.
 """
@@ -16,6 +16,7 @@ from .launcher import Launcher
 from .triton_layout import NAMESPACE, is_plain
 
 TILE = 1024  # hidden channels at a time, in the products of the gates
+ROWS, COLUMNS = 4, 512  # of a weight at a time, in the products of one row
 PARTS = 4  # queries, keys, values, and the gates
 
 
@@ -83,6 +84,19 @@ def silu_product(x: Tensor, y: Tensor) -> Tensor:
     return run(x, y)
 
 
+def row_products(x: Tensor, *weights: Tensor) -> list[Tensor]:
+    """x W^T for [1, 1, D] x and each of at most three weights [N, D], [1, 1, N]."""
+    weights = (*weights, None, None)[:3]
+    run = products_operator if torch.compiler.is_compiling() or not is_plain(x) else _row_products
+    return [product for product, weight in zip(run(x, *weights), weights, strict=True) if weight is not None]
+
+
+def gated_product(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(x gate^T) * (x up^T), [1, 1, N], for [1, 1, D] x and weights [N, D]."""
+    run = gated_operator if torch.compiler.is_compiling() or not is_plain(x) else _gated_product
+    return run(x, gate, up)
+
+
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 LIBRARY.define(
     "token_inputs(Tensor x, Tensor q, Tensor k, Tensor v, Tensor(a!)? window, Tensor? q_weight, Tensor? k_weight, "
@@ -95,9 +109,16 @@ LIBRARY.define(
     "add_norm(Tensor x, Tensor y, Tensor weight, float epsilon) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag
 )
 LIBRARY.define("silu_product(Tensor x, Tensor y) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+LIBRARY.define(
+    "row_products(Tensor x, Tensor a, Tensor? b, Tensor? c) -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+LIBRARY.define("gated_product(Tensor x, Tensor gate, Tensor up) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 inputs_operator = getattr(torch.ops, NAMESPACE).token_inputs.default
 add_norm_operator = getattr(torch.ops, NAMESPACE).add_norm.default
 silu_product_operator = getattr(torch.ops, NAMESPACE).silu_product.default
+products_operator = getattr(torch.ops, NAMESPACE).row_products.default
+gated_operator = getattr(torch.ops, NAMESPACE).gated_product.default
 
 
 @torch.library.register_fake(f"{NAMESPACE}::token_inputs", lib=LIBRARY)
@@ -122,6 +143,16 @@ def _empty_product(x, y):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+@torch.library.register_fake(f"{NAMESPACE}::row_products", lib=LIBRARY)
+def _empty_products(x, *weights):
+    return tuple(x.new_empty(0 if w is None else (*x.shape[:-1], w.shape[0])) for w in weights)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::gated_product", lib=LIBRARY)
+def _empty_gated(x, gate, up):
+    return x.new_empty(*x.shape[:-1], gate.shape[0])
+
+
 def _inputs(
     x, q, k, v, window, q_weight, k_weight, v_weight, gain, gain_bias, ridge, ridge_bias, mask, length,
     head_dim, per_channel, norm, value_norm, feature_map, epsilon, largest_gain, ridge_scale,
@@ -129,8 +160,8 @@ def _inputs(
     if window is not None and not window.is_contiguous():
         raise ValueError(f"window has strides {window.stride()}; it must be contiguous.")
     read = (q_weight, k_weight, v_weight, gain, gain_bias, ridge, ridge_bias, mask)
-    x, q, k, v, *read = (None if t is None else t.contiguous() for t in (x, q, k, v, *read))
-    given = x, q, k, v, window, *read, length
+    x, q, k, v, *rest = (None if t is None else t.contiguous() for t in (x, q, k, v, *read))
+    given = x, q, k, v, window, *rest, length
     found = _empty_inputs(*given, head_dim, per_channel)
     if q.numel() == 0:
         length.add_(1)
@@ -165,10 +196,31 @@ def _silu_product(x, y):
     return product
 
 
+def _row_products(x, a, b, c):
+    x, a, b, c = (None if t is None else t.contiguous() for t in (x, a, b, c))
+    products = _empty_products(x, a, b, c)
+    tensors = x, a, b, c, *products
+    sizes = tuple(0 if weight is None else weight.shape[0] for weight in (a, b, c))
+    with triton_device.current(x.device):
+        _products_launcher(x.shape[-1], sizes, _dtypes(tensors), x.device, _aligned(*tensors))(*tensors)
+    return products
+
+
+def _gated_product(x, gate, up):
+    x, gate, up = x.contiguous(), gate.contiguous(), up.contiguous()
+    product = _empty_gated(x, gate, up)
+    tensors = x, gate, up, product
+    with triton_device.current(x.device):
+        _gated_launcher(x.shape[-1], gate.shape[0], _dtypes(tensors), x.device, _aligned(*tensors))(*tensors)
+    return product
+
+
 for _device in ("CPU", "CUDA"):
     LIBRARY.impl("token_inputs", _inputs, _device)
     LIBRARY.impl("add_norm", _add_norm, _device)
     LIBRARY.impl("silu_product", _silu_product, _device)
+    LIBRARY.impl("row_products", _row_products, _device)
+    LIBRARY.impl("gated_product", _gated_product, _device)
 
 
 def _dtypes(tensors: tuple[Tensor | None, ...]) -> tuple:
@@ -206,6 +258,18 @@ def _sum_launcher(shape, dtypes, device, aligned):
 def _product_launcher(numel, dtypes, device, aligned):
     constants = {"N": numel, "BLOCK": 256, "num_warps": 2}
     return Launcher(silu_product_kernel, (triton.cdiv(numel, 256),), constants, aligned=aligned)
+
+
+@lru_cache(maxsize=1024)
+def _products_launcher(D, sizes, dtypes, device, aligned):
+    constants = {"D": D, **dict(zip(("NA", "NB", "NC"), sizes, strict=True)), "BN": ROWS, "BD": COLUMNS, "num_warps": 4}
+    return Launcher(products_kernel, (sum(triton.cdiv(n, ROWS) for n in sizes),), constants, aligned=aligned)
+
+
+@lru_cache(maxsize=1024)
+def _gated_launcher(D, N, dtypes, device, aligned):
+    constants = {"D": D, "N": N, "BN": ROWS, "BD": COLUMNS, "num_warps": 4}
+    return Launcher(gated_kernel, (triton.cdiv(N, ROWS),), constants, aligned=aligned)
 
 
 @triton.jit
@@ -370,3 +434,59 @@ def silu_product_kernel(x, y, product, N: tl.constexpr, BLOCK: tl.constexpr):
     a = tl.load(x + i, mask=i < N, other=0.0).to(tl.float32)
     b = tl.load(y + i, mask=i < N, other=0.0).to(tl.float32)
     tl.store(product + i, a * tl.sigmoid(a) * b, mask=i < N)
+
+
+@triton.jit
+def products_kernel(
+    x,  # [D]
+    a,  # [NA, D]
+    b,  # [NB, D]
+    c,  # [NC, D]
+    of_a,
+    of_b,
+    of_c,
+    D: tl.constexpr,
+    NA: tl.constexpr,
+    NB: tl.constexpr,
+    NC: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Grid (rows of a, of b and of c, BN at a time)."""
+    begin_b: tl.constexpr = (NA + BN - 1) // BN
+    begin_c: tl.constexpr = begin_b + (NB + BN - 1) // BN
+    tile = tl.program_id(0)
+    n = tl.arange(0, BN)
+    if tile < begin_b:
+        rows = tile * BN + n
+        tl.store(of_a + rows, _rows_product(x, a, rows, NA, D, BN, BD), mask=rows < NA)
+    if NB > 0:  # noqa: SIM102 - known to the compiler
+        if (tile >= begin_b) & (tile < begin_c):
+            rows = (tile - begin_b) * BN + n
+            tl.store(of_b + rows, _rows_product(x, b, rows, NB, D, BN, BD), mask=rows < NB)
+    if NC > 0:  # noqa: SIM102
+        if tile >= begin_c:
+            rows = (tile - begin_c) * BN + n
+            tl.store(of_c + rows, _rows_product(x, c, rows, NC, D, BN, BD), mask=rows < NC)
+
+
+@triton.jit
+def gated_kernel(x, gate, up, product, D: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+    """Grid (N / BN)."""
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    a = _rows_product(x, gate, rows, N, D, BN, BD)
+    b = _rows_product(x, up, rows, N, D, BN, BD)
+    tl.store(product + rows, a * tl.sigmoid(a) * b, mask=rows < N)
+
+
+@triton.jit
+def _rows_product(x, weight, rows, N: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+    """The products of x [D] with rows of [N, D] weight."""
+    i = tl.arange(0, BD)
+    first = weight + rows.to(tl.int64)[:, None] * D
+    total = tl.zeros([BN, BD], tl.float32)
+    for start in tl.static_range(0, D, BD):
+        inside = start + i < D
+        w = tl.load(first + (start + i)[None, :], mask=(rows < N)[:, None] & inside[None, :], other=0.0)
+        total += w.to(tl.float32) * tl.load(x + start + i, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return tl.sum(total, 1)
