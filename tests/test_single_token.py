@@ -6,6 +6,7 @@ from pathlib import Path
 
 import interpreter
 import pytest
+import test_device_generation
 import torch
 import torch.nn.functional as F
 from cases import assert_same
@@ -16,9 +17,6 @@ from transformers import GenerationMixin
 interpreter.require()
 
 from falcon_kernels import single_token, triton_token  # noqa: E402
-
-from test_device_generation import tapes  # noqa: E402, F401
-from test_triton_step import without_interpreter  # noqa: E402
 
 from falcon_hf import (  # noqa: E402
     FalconFastWeightAttention,
@@ -63,6 +61,9 @@ def fused(monkeypatch):
         monkeypatch.setattr(triton_token, name, poisoned(getattr(triton_token, name)))
     monkeypatch.setattr(single_token, "_best_step", lambda q: "triton")
     return calls
+
+
+tapes = test_device_generation.tapes
 
 
 @contextmanager
@@ -210,7 +211,9 @@ def test_nothing_is_read_of_a_row_without_a_token(fused):
 @pytest.mark.parametrize("dtype", BUDGETS)
 @pytest.mark.parametrize(("rows", "D"), [(1, 24), (3, 768), (5, 1000)])
 def test_sum_and_product(rows, D, dtype, fused):
-    x, y, weight = (torch.randn(*shape, D).to(DEVICE, dtype) for shape in ((rows, 1), (rows, 1), ()))
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((rows, 1, D), (rows, 1, D), (D,))
+    x, y, weight = (torch.randn(s, generator=generator).to(DEVICE, dtype) for s in shapes)
     total, normed = triton_token.add_norm(x, y, weight, 0.1)
     assert torch.equal(total, x + y)
     want = F.rms_norm(total.double(), (D,), weight.double(), 0.1)
@@ -222,12 +225,14 @@ def test_sum_and_product(rows, D, dtype, fused):
 @pytest.mark.parametrize("dtype", BUDGETS)
 @pytest.mark.parametrize(("sizes", "D"), [((48,), 24), ((5, 3), 512), ((64, 64, 20), 1000), ((1, 7, 2), 1500)])
 def test_products_of_one_row(sizes, D, dtype, fused):
-    x, *weights = (torch.randn(*shape, D).to(DEVICE, dtype) for shape in ((1, 1), *((n,) for n in sizes)))
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 1, D), *((n, D) for n in sizes), (sizes[0], D))
+    x, *weights, gate = (torch.randn(s, generator=generator).to(DEVICE, dtype) for s in shapes)
+    weights, gate = [w / D**0.5 for w in weights], gate / D**0.5
     products = triton_token.row_products(x, *weights)
     assert [p.shape for p in products] == [(1, 1, n) for n in sizes]
     for have, weight in zip(products, weights, strict=True):
         assert_same(have.double(), x.double() @ weight.double().T, 2 * BUDGETS[dtype], "product")
-    gate = torch.randn_like(weights[0])
     want = F.silu(x.double() @ gate.double().T) * (x.double() @ weights[0].double().T)
     assert_same(triton_token.gated_product(x, gate, weights[0]).double(), want, 2 * BUDGETS[dtype], "gated product")
 
@@ -400,12 +405,13 @@ def test_compiles_without_a_graph_break(case, fused):
     assert other.get_seq_length() == 5
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="stands in for what a GPU does")
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("case", ["falcon_3a", "2-gate-values", "1-deltanet-like"])
+@pytest.mark.parametrize("case", ["falcon_3a", "2-gate-values"])
 def test_text_of_a_recorded_graph(case, rows, fused, tapes):
     """What is replayed are the operators on the tensors of the state, as in a CUDA graph."""
     model, ids = tiny_model(torch.float32, **CASES[case], num_hidden_layers=2), tokens(rows, 4)
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     have = model.generate(ids, custom_generate=generate_on_device, tokens_per_replay=3, **options)
     names = {function.name() for function, *_ in tapes[0].calls}
     operators = {"token_inputs", "add_norm", *(("row_products", "gated_product") if rows == 1 else ("silu_product",))}
@@ -424,6 +430,8 @@ def test_on_the_card(B, H, K, V, D, dtype, fused):
     for S in (0, 1, 4, 8):
         compare(dtype, B=B, H=H, K=K, V=V, D=D, S=S, masked=S == 4)
         compare(dtype, B=B, H=H, K=K, V=V, D=D, S=S, per_channel=True)
+    for scale in (1, 3.0, 2):  # of one compilation
+        compare(dtype, B=B, H=H, K=K, V=V, D=D, options={"ridge_scale": scale, "epsilon": scale})
 
 
 @pytest.mark.gpu
@@ -482,4 +490,6 @@ def test_compiles_for_the_card():
 
     if "nvidia" not in backends:
         pytest.skip("a Triton that cannot compile for NVIDIA cards")
+    from test_triton_step import without_interpreter
+
     without_interpreter(str(Path(__file__).parent / "compile_token.py"))

@@ -171,7 +171,7 @@ def _inputs(
     options = (per_channel, norm, value_norm, feature_map)
     with triton_device.current(q.device):
         _inputs_launcher(shapes, _dtypes(given), q.device, heads, options, _aligned(*given, *found))(
-            *given, *found, heads, epsilon, largest_gain, ridge_scale
+            *given, *found, heads, float(epsilon), float(largest_gain), float(ridge_scale)
         )
     return found
 
@@ -182,7 +182,7 @@ def _add_norm(x, y, weight, epsilon):
     if x.numel() > 0:
         tensors = x, y, weight, total, normed
         with triton_device.current(x.device):
-            _sum_launcher(x.shape, _dtypes(tensors), x.device, _aligned(*tensors))(*tensors, epsilon)
+            _sum_launcher(x.shape, _dtypes(tensors), x.device, _aligned(*tensors))(*tensors, float(epsilon))
     return total, normed
 
 
