@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from falcon_kernels import FalconState
 from falcon_kernels.compaction import Compaction, compaction
 from falcon_kernels.layers import FalconAttention
-from falcon_kernels.single_token import add_norm, fuses, gated_product, project, silu_product
+from falcon_kernels.single_token import add_norm, fuses, gated_product, project
 from huggingface_hub import create_repo
 from torch import Tensor, nn
 from transformers import AutoModel, GenerationMixin, PreTrainedModel
@@ -208,7 +208,7 @@ class FalconFastWeightAttention(nn.Module):
             out = out * self.read_scale
         out = self.o_norm(out.to(self.o_norm.weight.dtype)).to(v.dtype).flatten(-2)
         if self.g_proj is not None:
-            out = silu_product(self.g_proj(hidden_states), out)
+            out = out * F.silu(self.g_proj(hidden_states))
         (out,) = project(out, self.o_proj)
         if rows is not None:
             out = rows.scatter(out)

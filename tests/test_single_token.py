@@ -199,6 +199,15 @@ def test_softplus_of_small_numbers(fused):
     torch.testing.assert_close(have.cpu().double(), want, atol=0, rtol=2e-6)
 
 
+def test_another_model_s_window_is_refused(fused):
+    given, _ = arguments()
+    for wrong in (given[4][:, :, :-1].contiguous(), given[4][:2], given[4].transpose(1, 2).contiguous().mT):
+        given[4] = wrong
+        with pytest.raises(ValueError, match=r"it must be \[3, 3, 96\], contiguous"):
+            triton_token.token_inputs(*given, **OPTIONS, head_dim=16, per_channel=False)
+    assert given[-1].item() == 5
+
+
 def test_nothing_is_read_of_a_row_without_a_token(fused):
     given, _ = arguments(masked=True)
     for t in given[1:5]:
@@ -296,12 +305,11 @@ def test_text_of_a_padded_batch(case, rows, fused):
     options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "use_cache": True}
     have = model.generate(ids, **options)
     linear = model.config.layer_types.count("linear_attention")
-    gates = linear if model.config.output_gate else 0
     made = {"token_inputs": 4 * linear, "add_norm": 4 * layers}
     if rows == 1:
-        made |= {"row_products": 4 * (2 * linear + layers), "gated_product": 4 * layers, "silu_product": 4 * gates}
+        made |= {"row_products": 4 * (2 * linear + layers), "gated_product": 4 * layers, "silu_product": 0}
     else:
-        made |= {"row_products": 0, "gated_product": 0, "silu_product": 4 * (layers + gates)}
+        made |= {"row_products": 0, "gated_product": 0, "silu_product": 4 * layers}
     assert fused == made
     with pytorch_operations():
         assert model.generate(ids, **options).tolist() == have.tolist()

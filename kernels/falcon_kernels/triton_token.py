@@ -157,8 +157,12 @@ def _inputs(
     x, q, k, v, window, q_weight, k_weight, v_weight, gain, gain_bias, ridge, ridge_bias, mask, length,
     head_dim, per_channel, norm, value_norm, feature_map, epsilon, largest_gain, ridge_scale,
 ):  # fmt: skip
-    if window is not None and not window.is_contiguous():
-        raise ValueError(f"window has strides {window.stride()}; it must be contiguous.")
+    if window is not None:
+        expected = [q.shape[0], q_weight.shape[1] - 1, q.shape[1] + k.shape[1] + v.shape[1]]
+        if [*window.shape] != expected or not window.is_contiguous():
+            raise ValueError(
+                f"window has shape {[*window.shape]} and strides {window.stride()}; it must be {expected}, contiguous."
+            )
     read = (q_weight, k_weight, v_weight, gain, gain_bias, ridge, ridge_bias, mask)
     x, q, k, v, *rest = (None if t is None else t.contiguous() for t in (x, q, k, v, *read))
     given = x, q, k, v, window, *rest, length
