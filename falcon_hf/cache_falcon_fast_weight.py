@@ -103,12 +103,13 @@ class FalconFastWeightCacheLayer(LinearAttentionLayer, CacheLayerMixin):
 
     @torch.no_grad()
     def update(self, state: FalconState, conv_window: Tensor | None, places: int) -> None:  # type: ignore[override]
-        """Writes the state after `places` more places, tokens or padding, into the storage."""
+        """Writes the state after `places` more places, tokens or padding, into the storage, and counts them."""
         if state is not self.state:
             self.state.copy_(state)
         if conv_window is not None:
             self.conv_window.copy_(conv_window)
-        self.cumulative_length.add_(places)
+        if places:
+            self.cumulative_length.add_(places)
         self.has_previous_state[0] = True
         if not self.record_past:
             self.passes.clear()

@@ -17,10 +17,12 @@ from falcon_kernels import FalconState, gated_norm, short_convolution
 from falcon_kernels.compaction import Compaction, compaction
 from falcon_kernels.convolution import normalize
 from falcon_kernels.layers import FalconAttention
+from falcon_kernels.single_token import add_norm, fuses, gated_product, project
 from huggingface_hub import create_repo
 from torch import Tensor, nn
 from transformers import AutoModel, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
+from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 from transformers.integrations import use_kernel_forward_from_hub
 from transformers.masking_utils import create_causal_mask
@@ -198,7 +200,9 @@ class FalconFastWeightAttention(nn.Module):
             older = self.forward(hidden_states[:, :-RECORDED], cache=cache)
             slot.record_past = True
             return torch.cat([older, self.forward(hidden_states[:, -RECORDED:], cache=cache)], 1)
-        q, k, v, gain, ridge, context = self.recurrence_inputs(hidden_states, slot, rows, age)
+        fused = self._fuses(hidden_states, slot)
+        inputs = self._token_inputs if fused else self.recurrence_inputs
+        q, k, v, gain, ridge, context = inputs(hidden_states, slot, rows, age)
         if slot is not None and slot.record_past:
             slot.record(self.rule, context, k, v, gain, ridge, rows)
 
@@ -216,12 +220,12 @@ class FalconFastWeightAttention(nn.Module):
         if slot is not None:
             lengths = None if rows is None else rows.lengths
             window = None if context is None else last_tokens(context, self.conv_size - 1, lengths)
-            slot.update(state, window, q.shape[1])
+            slot.update(state, window, 0 if fused else q.shape[1])
 
         if self.read_scale != 1:
             out = out * self.read_scale
         gate = None if self.g_proj is None else self.g_proj(hidden_states)
-        out = self.o_proj(self.o_norm(out, gate, self.gain_bias).flatten(-2))
+        (out,) = project(self.o_norm(out, gate, self.gain_bias).flatten(-2), self.o_proj)
         if rows is not None:
             out = rows.scatter(out)
         return out.view(shape)
@@ -257,6 +261,51 @@ class FalconFastWeightAttention(nn.Module):
         q, k, v, context = self._convolve(q, k, v, slot, age)
         feature_map = FEATURE_MAPS[self.feature_map]
         return feature_map(q), feature_map(k), v, gain, ridge, context
+
+    def _fuses(self, hidden_states: Tensor, slot: FalconFastWeightCacheLayer | None) -> bool:
+        """Whether `_token_inputs` does what `recurrence_inputs` does, and moves the window on and counts the token."""
+        if slot is None or not slot.is_initialized or slot.record_past:
+            return False
+        convolutions = [part for part in (self.q_conv, self.k_conv, self.v_conv) if part is not None]
+        return (
+            slot.state.memory.shape[0] == hidden_states.shape[0]
+            and (slot.conv_window is None or slot.conv_window.is_contiguous())
+            and all(type(part.weight) is nn.Parameter for part in convolutions)
+            and fuses(hidden_states, self.gain_proj, self.ridge_proj)
+        )
+
+    def _token_inputs(
+        self, hidden_states: Tensor, slot: FalconFastWeightCacheLayer, rows: Compaction | None, age: None
+    ) -> tuple[Tensor | None, ...]:
+        """`recurrence_inputs` of one token, in one launch beside the projections."""
+        from falcon_kernels.triton_token import token_inputs  # so that nothing here needs triton
+
+        x = hidden_states[:, 0]
+        q, k, v = (part[:, 0] for part in project(hidden_states, self.q_proj, self.k_proj, self.v_proj))
+        convolutions = (self.q_conv, self.k_conv, self.v_conv)
+        found = token_inputs(
+            x,
+            q,
+            k,
+            v,
+            slot.conv_window,
+            [None if part is None else part.weight for part in convolutions],
+            self.gain_proj(x) if self.rule.per_channel else self.gain_proj.weight,
+            self.gain_bias,
+            None if self.ridge_proj is None else self.ridge_proj.weight,
+            self.ridge_bias,
+            None if rows is None else rows.mask[:, 0],
+            slot.cumulative_length,
+            head_dim=self.head_dim,
+            per_channel=self.rule.per_channel,
+            norm=self.qk_norm,
+            value_norm=self.value_norm,
+            feature_map=self.feature_map,
+            epsilon=self.norm_epsilon,
+            largest_gain=self.largest_gain,
+            ridge_scale=self.ridge_scale,
+        )
+        return *(None if part is None else part[:, None] for part in found), None
 
     def _gain(self, hidden_states: Tensor) -> Tensor:
         """[B, T, H] or [B, T, H, V] gain in [0, 2], or step size in [0, step_size_max], at least in fp32."""
@@ -373,6 +422,16 @@ def _index_in_document(cu_seqlens: Tensor, length: int) -> Tensor:
     return places - cu_seqlens[document]
 
 
+class GatedMLP(LlamaMLP):
+    """transformers' own, in few launches for a single token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.act_fn, SiLUActivation):
+            return super().forward(x)
+        (y,) = project(gated_product(x, self.gate_proj, self.up_proj), self.down_proj)
+        return y
+
+
 class FalconFastWeightDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: FalconFastWeightConfig, layer_idx: int):
         super().__init__()
@@ -382,7 +441,7 @@ class FalconFastWeightDecoderLayer(GradientCheckpointingLayer):
         else:
             attention = Qwen3Attention if config.attention_qk_norm else LlamaAttention
             self.self_attn = attention(config, layer_idx)  # type: ignore[arg-type]
-        self.mlp = LlamaMLP(config)
+        self.mlp = GatedMLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -393,8 +452,8 @@ class FalconFastWeightDecoderLayer(GradientCheckpointingLayer):
             hidden_states = self.linear_attn(hidden_states, attention_mask, kwargs.get(CACHE_NAME), cu_seqlens)
         else:
             hidden_states, _ = self.self_attn(hidden_states=hidden_states, attention_mask=attention_mask, **kwargs)
-        hidden_states = residual + hidden_states
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states, normed = add_norm(residual, hidden_states, self.post_attention_layernorm)
+        return hidden_states + self.mlp(normed)
 
 
 class FalconFastWeightPreTrainedModel(PreTrainedModel):
