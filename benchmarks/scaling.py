@@ -136,7 +136,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def on_rank(rank: int, devices: int, all_devices: int, tiny: bool, folder: str) -> None:
+def on_rank(rank: int, devices: int, all_devices: int, rules: list[str], tiny: bool, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(devices)}
     device = torch.device("cpu") if tiny else torch.device("cuda", rank)
     if tiny:
@@ -147,7 +147,7 @@ def on_rank(rank: int, devices: int, all_devices: int, tiny: bool, folder: str) 
     options = {} if tiny else {"device_id": device}
     dist.init_process_group(backend, store, rank=rank, world_size=devices, **options)
     found = {}
-    for rule in RULES:
+    for rule in rules:
         for run in TOGETHER if devices > 1 else (ROWS_ALONE, LONG_ALONE):
             found[rule, run] = train(run, rule, TINY if tiny else FULL, all_devices, device)
             if rank == 0:
@@ -164,6 +164,7 @@ def on_rank(rank: int, devices: int, all_devices: int, tiny: bool, folder: str) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=torch.cuda.device_count(), help="all GPUs by default")
+    parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES, help="presets without their size")
     parser.add_argument("--tiny", action="store_true", help="small models in processes on the CPU; writes nothing")
     options = parser.parse_args()
     if options.devices < 2 or not (options.tiny or options.devices <= torch.cuda.device_count()):
@@ -171,10 +172,11 @@ def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for devices in (1, options.devices):
-            mp.spawn(on_rank, (devices, options.devices, options.tiny, folder), nprocs=devices)
+            given = devices, options.devices, options.rules, options.tiny, folder
+            mp.spawn(on_rank, given, nprocs=devices)
             found |= torch.load(Path(folder) / f"{devices}.pt", weights_only=False)
     rows: list[dict[str, object]] = []
-    for rule in RULES:
+    for rule in options.rules:
         for run in TOGETHER:
             have, one = found[rule, run], found[rule, ROWS_ALONE if run.scan is None else LONG_ALONE]
             differences = (abs(a / b - 1) for a, b in zip(have["losses"], one["losses"], strict=True))

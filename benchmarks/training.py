@@ -114,7 +114,7 @@ def worker(model: str, shape: str, compiled: bool, loss: str, gpus: int, tiny: b
     warm = [seconds(1) for _ in range(WARM_UP)]
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    steps = 1 if tiny else max(3, round(2 / warm[-1]))
+    steps = 1 if tiny else max(3, round(1 / warm[-1]))
     times = [seconds(steps) for _ in range(REPEATS)]
     per_step = statistics.median(times)
     result = {
