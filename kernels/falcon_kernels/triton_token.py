@@ -337,17 +337,19 @@ def inputs_kernel(
         at = begin + 2 * H * K + head * V
         _head(v, window, v_weight, v_out, place, head, at, channels, token, epsilon, V, S, VALUE_NORM, "identity", BV)
     else:
+        if RIDGE:
+            ridges = _product(x + row * D, ridge + head * D, token, D, BD)
         if PER_CHANNEL:
             i = tl.arange(0, BV)
             projected = tl.load(gain + place * V + i, mask=(i < V) & token, other=0.0).to(tl.float32)
             bias = tl.load(gain_bias + head * V + i, mask=i < V, other=0.0).to(tl.float32)
             tl.store(gain_out + place * V + i, largest_gain * tl.sigmoid(projected + bias), mask=i < V)
         else:
-            projected = _product(x + row * D, gain + head * D, token, D, BD)
+            projected = tl.sum(_product(x + row * D, gain + head * D, token, D, BD), 0)
             bias = tl.load(gain_bias + head).to(tl.float32)
             tl.store(gain_out + place, largest_gain * tl.sigmoid(projected + bias))
         if RIDGE:
-            projected = _product(x + row * D, ridge + head * D, token, D, BD)
+            projected = tl.sum(ridges, 0)
             bias = tl.load(ridge_bias + head).to(tl.float32)
             tl.store(ridge_out + place, ridge_scale * tl.sigmoid(projected + bias))
 
@@ -406,14 +408,14 @@ def _head(
 
 @triton.jit
 def _product(x, weight, there, D: tl.constexpr, BD: tl.constexpr):
-    """The product of two rows of D numbers."""
+    """The product of two rows of D numbers as [BD] terms of a sum, so that loads need not wait for another sum."""
     i = tl.arange(0, BD)
     total = tl.zeros([BD], tl.float32)
     for start in range(0, D, BD):
         inside = (start + i < D) & there
         a = tl.load(x + start + i, mask=inside, other=0.0).to(tl.float32)
         total += a * tl.load(weight + start + i, mask=inside, other=0.0).to(tl.float32)
-    return tl.sum(total, 0)
+    return total
 
 
 @triton.jit
@@ -463,15 +465,15 @@ def products_kernel(
     n = tl.arange(0, BN)
     if tile < begin_b:
         rows = tile * BN + n
-        tl.store(of_a + rows, _rows_product(x, a, rows, NA, D, BN, BD), mask=rows < NA)
+        tl.store(of_a + rows, tl.sum(_rows_product(x, a, rows, NA, D, BN, BD), 1), mask=rows < NA)
     if NB > 0:  # noqa: SIM102 - known to the compiler
         if (tile >= begin_b) & (tile < begin_c):
             rows = (tile - begin_b) * BN + n
-            tl.store(of_b + rows, _rows_product(x, b, rows, NB, D, BN, BD), mask=rows < NB)
+            tl.store(of_b + rows, tl.sum(_rows_product(x, b, rows, NB, D, BN, BD), 1), mask=rows < NB)
     if NC > 0:  # noqa: SIM102
         if tile >= begin_c:
             rows = (tile - begin_c) * BN + n
-            tl.store(of_c + rows, _rows_product(x, c, rows, NC, D, BN, BD), mask=rows < NC)
+            tl.store(of_c + rows, tl.sum(_rows_product(x, c, rows, NC, D, BN, BD), 1), mask=rows < NC)
 
 
 @triton.jit
@@ -480,12 +482,13 @@ def gated_kernel(x, gate, up, product, D: tl.constexpr, N: tl.constexpr, BN: tl.
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     a = _rows_product(x, gate, rows, N, D, BN, BD)
     b = _rows_product(x, up, rows, N, D, BN, BD)
+    a, b = tl.sum(a, 1), tl.sum(b, 1)
     tl.store(product + rows, a * tl.sigmoid(a) * b, mask=rows < N)
 
 
 @triton.jit
 def _rows_product(x, weight, rows, N: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
-    """The products of x [D] with rows of [N, D] weight."""
+    """The products of x [D] with rows of [N, D] weight, as [BN, BD] terms of sums."""
     i = tl.arange(0, BD)
     first = weight + rows.to(tl.int64)[:, None] * D
     total = tl.zeros([BN, BD], tl.float32)
@@ -493,4 +496,4 @@ def _rows_product(x, weight, rows, N: tl.constexpr, D: tl.constexpr, BN: tl.cons
         inside = start + i < D
         w = tl.load(first + (start + i)[None, :], mask=(rows < N)[:, None] & inside[None, :], other=0.0)
         total += w.to(tl.float32) * tl.load(x + start + i, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return tl.sum(total, 1)
+    return total
