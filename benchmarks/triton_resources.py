@@ -124,8 +124,8 @@ def sliding(card: str, dtype: torch.dtype, key_dim: int, window: int):
     plan = triton_window.Plan(
         layout, (1, 1024, 1, key_dim), key_dim, dtype, torch.device("cpu"), options, False, True, True, sizes=sizes
     )
-    flags = {"local": (False,), "carry": (True, True), "reverse": (True,)}
-    yield from planned(plan, sizes, flags, {"local": {"AGAIN": True}})
+    flags = {"carry": (True, True), "reverse": (True,)}
+    yield from planned(plan, sizes, flags, {})
     schedule = triton_schedule.Plan(layout, 1, key_dim, options, True, True, 1 if dtype.itemsize == 2 else 2).forward
     config = launch.Config(0, schedule.constants["num_warps"], 3)
     yield "schedule", schedule.kernel, config, {n: c for n, c in schedule.constants.items() if n != "num_warps"}

@@ -139,7 +139,7 @@ def _forward(
     there = pair_exists(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
     if SMOOTHNESS > 0:
         statistic = smoothness(
-            k, previous, tail, sequence, low, count, start, step, head, heads, K, BK, W, SHIFT, CARRIED, SMOOTHNESS
+            k, previous, tail, sequence, low, count, start, step, head, heads, K, BK, C, W, SHIFT, CARRIED, SMOOTHNESS
         )
     else:
         pair = place - (W - 1)
@@ -280,7 +280,7 @@ class Kept(NamedTuple):
     energy: Tensor
     inverse: Tensor | None = None
     states: Tensor | None = None  # what chunks find
-    residuals: Tensor | None = None
+    residuals: Tensor | None = None  # what is written; of falcon_3 what of the memory a chunk takes away
 
 
 class Gradients(NamedTuple):

@@ -13,8 +13,8 @@ D = d lambda / d G = v v'. Back: with c the gradient of what is summed over a to
 dx_r = 2 sum_l D_l[r] x_{r+l} + D_l[r-l] x_{r-l}.
 
 The bound, (tr G^16)^(1/16), with D = (tr G^16)^(-15/16) G^15, is for large windows, whose matrices a thread cannot
-hold, and takes few products: there the windows of a chunk are the diagonal blocks of one tile, the rows (token, pair)
-of triton_window.py, and all of them are squared by one matrix product.
+hold, and takes few products: there the windows of some tokens are the diagonal blocks of one tile of 64 rows (token,
+pair), and all of them are squared by one matrix product.
 """
 
 import triton
@@ -24,7 +24,7 @@ from .triton_layout import exists, load_rows, moved, x_rows
 
 SMOOTHNESS = {"trace": 0, "exact": 1, "bound": 2}
 SQUARINGS = tl.constexpr(24)
-ROWS = tl.constexpr(64)  # (token, pair) of a chunk
+ROWS = tl.constexpr(64)  # (token, pair)
 TINY = tl.constexpr(1.1754943508222875e-38)
 
 
@@ -240,16 +240,22 @@ def bound_gradients(
 @triton.jit
 def smoothness(
     k, previous, tail, sequence, low, count, start, row, head, heads,
-    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
     SMOOTHNESS: tl.constexpr,
 ):  # fmt: skip
-    """[R] by token, the eigenvalue or bound of the sum of x x' of its window."""
+    """[R] by token, the eigenvalue or bound of the sum of x x' of its window; the bound of the first C."""
     if SMOOTHNESS == 1:
         gram = _windows(k, previous, tail, sequence, low, count, start, row, head, heads, K, BK, W, SHIFT, CARRIED)
         value, _ = _top(gram, W)
         return value
     else:
-        _, _, _, _, trace, total = _powers(
-            k, previous, tail, sequence, low, count, start, tl.arange(0, ROWS), head, heads, K, BK, W, SHIFT, CARRIED
-        )
-        return tl.gather(_root(total, 1 / 16) * trace, tl.minimum(row * W, ROWS - 1), 0)
+        result = tl.zeros(row.shape, tl.float32)
+        for begin in range(0, C, ROWS // W):
+            _, _, _, _, trace, total = _powers(
+                k, previous, tail, sequence, low, count, start + begin, tl.arange(0, ROWS), head, heads, K, BK, W,
+                SHIFT, CARRIED,
+            )  # fmt: skip
+            inside = (row >= begin) & (row < begin + ROWS // W)
+            found = tl.gather(_root(total, 1 / 16) * trace, tl.where(inside, (row - begin) * W, 0), 0)
+            result = tl.where(inside, found, result)
+        return result
