@@ -38,7 +38,7 @@ TARGETS = {"large": GPUTarget("cuda", 90, 32), "safe": GPUTarget("cuda", 86, 32)
 SHARED = {"large": 227 * 1024, "safe": 99 * 1024}
 FLOATS = {"weight", "log_decay", "w", "u", "c", "initial", "final", "part_decay", "gain", "ridge", "energy"}
 FLOATS |= {"grad_gain", "grad_ridge", "written"}
-FLOATS |= {"memory", "grad_memory", "grad_final", "inverse", "scale", "gram", "sums", "grad_energy"}
+FLOATS |= {"memory", "grad_memory", "grad_final", "inverse", "scale", "gram", "sums", "grad_energy", "top"}
 OTHERS = {"bounds": "i64", "first": "i64", "owner": "i64", "lengths": "i64", "previous_valid": "i1", "tail_valid": "i1"}
 
 

@@ -150,10 +150,10 @@ class Window(NamedTuple):
 
 
 def _window(carry: Config, reverse: Config, tile: int = 64) -> Window:
-    """`carry` and `reverse` go along sequences; with more than two warps the three kernels that go along the blocks of a
-    chunk would read past their shared memory, as `padded` says."""
-    blocks = Config(tile, 2, 1)
-    return Window(blocks, carry, reverse, blocks, blocks, Config(tile, 4, 1), blocks)
+    """`carry` and `reverse` go along sequences. With more than two warps the three kernels that go along the blocks of
+    a chunk would read past their shared memory, as `padded` says."""
+    solve, gradients = Config(tile, 1, 1), Config(tile, 2, 1)
+    return Window(solve, carry, reverse, solve, gradients, Config(tile, 4, 1), Config(32, 2, 1))
 
 
 WINDOW = {  # keys as in TABLE

@@ -18,8 +18,8 @@ the cotangent of S', that of S is exp(u_C) G - L' [dO; X G].
 
 A few tokens are one block: its rows R are, token by token, the W pairs of the window and the query, so that reading is
 the row of a pair that is not written. With f = 1 for queries and -1 for pairs, U what the row is told (exp(u) S' q, or
-v - exp(u_{t-1}) S' x), J the 0/1 matrix of which pair of the chunk a row writes (none for queries), and M what the block
-finds,
+v - exp(u_{t-1}) S' x), J the 0/1 matrix of which pair of the chunk a row writes (none for queries), and M what the
+block finds, from u_b on,
 
     N = f [t(s) < t(r)] exp(u_{t(r)-1} - u_s) R_r . R_s       (u_t and t(s) <= t(r) for queries; 0 for queries s)
     rho = (I - N Diag(w))^-1 (U + Diag(f exp(u_{t-1} - u_b)) R X' M)
@@ -32,8 +32,8 @@ two warps, which keeps them off the instructions that read past shared memory (l
 
 Back, with H the cotangent of M, starting from X G: Y = (I - Diag(w) N)^-T (J H exp(u_end - u); dO), what a row's write
 and a query's read are asked for, and H <- exp(u_end - u_b) H + X R' Diag(f w exp(u_{t-1} - u_b)) Y, w = 1 for queries.
-That needs no M, so it comes first and leaves Y (`adjoint`). The way forward again, now with values, ends with everything
-else (`gradients`): cotangents of R X', rows of queries dP [C, E] and those of pairs dF [E, E] summed by pair, are
+That needs no M, so it comes first and leaves Y (`adjoint`). The way forward again, now with values, ends with all else
+(`gradients`): cotangents of R X', rows of queries dP [C, E] and those of pairs dF [E, E] summed by pair, are
 Diag(f w exp(u_{t-1} - u_b)) Y M' and within a block f w_r exp(u_{t-1} - u_s) Y rho' w_s. Then
 
     dQ = dP X + Diag(exp(u)) dO S'     dX = dP' Q + (dF + dF') X + M_C G' - J' Diag(w exp(u_{t-1})) Y S'
@@ -63,6 +63,7 @@ from torch import Tensor
 
 from . import launch, triton_schedule
 from .launcher import Launcher
+from .rule import LARGEST_EXACT_WINDOW
 from .triton_layout import (
     NUMBERS,
     OPERANDS,
@@ -173,25 +174,41 @@ def _inverse(n, M: tl.constexpr, OPERAND: tl.constexpr):
 @triton.jit
 def _block(
     q, k, previous, tail_x, sequence, low, count, start, begin, head, heads,
-    K: tl.constexpr, C: tl.constexpr, W: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
-    CARRIED: tl.constexpr, LAG: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr, CARRIED: tl.constexpr, LAG: tl.constexpr,
 ):  # fmt: skip
     """The rows of the block that begins at a chunk's token `begin`: pointers to keys and queries, and which of them are
-    there; their tokens, places in the window, and last tokens whose writes they find, -2 of no row; which write and
-    which read."""
+    there; their tokens, places in the window, and last tokens whose writes they find; which write and which read.
+
+    Rows that are not there have zeros for keys and queries and write with a weight of 0. Their tokens are below TILE.
+    """
     i = tl.arange(0, BLOCK)
-    slot = i % (W + 1)
-    token = begin + i // (W + 1)
-    live = (i // (W + 1) < M) & (token < C) & (start + token < count)
+    step, slot = i // (W + 1), i % (W + 1)
+    live = step < tl.minimum(tl.minimum(count - start, C) - begin, M)
     reads, writes = live & (slot == W), live & (slot < W)
+    token = tl.minimum(begin + step, TILE - 1)
     pair = token + slot - (W - 1)
     x_at = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
     at = tl.where(slot == W, token_rows(q, low + start, token, head, heads, K), x_at)
     last = token - 1
     if LAG == 0:
         last = tl.where(slot == W, token, last)
-    present = reads | exists(start + pair, writes, SHIFT, CARRIED)
-    return at, present, token, slot, tl.where(live, last, -2), writes, reads
+    return at, reads | exists(start + pair, writes, SHIFT, CARRIED), token, slot, last, writes, reads
+
+
+@triton.jit
+def _after(W: tl.constexpr, BLOCK: tl.constexpr, LAG: tl.constexpr, TURNED: tl.constexpr):
+    """[BLOCK, BLOCK] which rows find what the columns write; TURNED which columns find what the rows write."""
+    i = tl.arange(0, BLOCK)
+    step, slot = i // (W + 1), i % (W + 1)
+    source = tl.where(slot < W, step, BLOCK)
+    last = step - 1
+    if LAG == 0:
+        last = tl.where(slot == W, step, last)
+    if TURNED:
+        return source[:, None] <= last[None, :]
+    else:
+        return source[None, :] <= last[:, None]
 
 
 @triton.jit
@@ -217,12 +234,6 @@ def _bounds(log_decay, places, begin, M: tl.constexpr, TILE: tl.constexpr, OPERA
 
 
 @triton.jit
-def _decay(to_c, to_f, from_c, from_f, mask):
-    """exp(to - from) where `mask`, else 0."""
-    return tl.exp2(tl.where(mask, (to_c - from_c) + (to_f - from_f), float("-inf")))
-
-
-@triton.jit
 def _chunk_pairs(
     k, previous, tail_x, sequence, low, count, start, head, heads,
     K: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
@@ -234,9 +245,9 @@ def _chunk_pairs(
 
 
 @triton.jit
-def _places(place, e, there):
+def _places(place, e, there, OPERAND: tl.constexpr):
     """[R, HALF] 0/1: where in a chunk each row is."""
-    return tl.where(tl.where(there, place, -1)[:, None] == e[None, :], 1.0, 0.0)
+    return tl.where(tl.where(there, place, -1)[:, None] == e[None, :], 1.0, 0.0).to(OPERAND)
 
 
 @triton.jit
@@ -265,8 +276,8 @@ def _local(
     b, read_a, read_b = a, a, a
     for begin in range(0, C, M):
         at, present, token, slot, last, writes, reads = _block(
-            q, k, previous, tail_x, sequence, low, count, start, begin, head, heads, K, C, W, M, BLOCK, SHIFT, CARRIED,
-            LAG,
+            q, k, previous, tail_x, sequence, low, count, start, begin, head, heads, K, C, TILE, W, M, BLOCK, SHIFT,
+            CARRIED, LAG,
         )  # fmt: skip
         gram = tl.zeros([HALF, BLOCK], tl.float32)
         own = tl.zeros([BLOCK, BLOCK], tl.float32)
@@ -276,25 +287,25 @@ def _local(
             gram = _gram(load_rows(x_at, there, kk, K).to(OPERAND), rows, gram)
             own = _gram(rows, rows, own)
         eta = tl.load(weight + token, mask=writes, other=0.0)
-        uc, uf = _u(log_decay, places, tl.where(writes, token, -1), OPERAND)
+        uc, uf = _u(log_decay, places, token, OPERAND)
         tc, tf = _u(log_decay, places, last, OPERAND)
         bc, bf, ec, ef = _bounds(log_decay, places, begin, M, TILE, OPERAND)
-        sign = tl.where(reads, 1.0, -1.0)
-        after = tl.where(writes, token, C)[:, None] <= last[None, :]
+        sign = tl.where(slot == W, 1.0, -1.0)
+        after = _after(W, BLOCK, LAG, True)
         n = own * _pairwise(tc[None, :], tf[None, :], uc[:, None], uf[:, None], after) * sign[None, :] * eta[:, None]
-        solved = _inverse(n, M, OPERAND)
-        gram *= (sign * _decay(tc, tf, bc, bf, last > -2))[None, :]
-        told = _places_turned(token + slot, e, writes)
+        scale = tl.where(slot == W, 1.0, eta * tl.exp2((ec - uc) + (ef - uf)))  # of what is written
+        solved = _inverse(n, M, OPERAND) * scale[None, :]
+        gram *= (sign * tl.exp2((tc - bc) + (tf - bf)))[None, :]
+        told = _places_turned(token + slot, e, slot < W)
         rho_a = _exact(_exact(a, gram, told, OPERAND), solved, tl.zeros([HALF, BLOCK], tl.float32), OPERAND)
         told *= tl.exp2(tc + tf)[None, :]
         rho_b = _exact(_exact(b, gram, told, OPERAND), solved, tl.zeros([HALF, BLOCK], tl.float32), OPERAND)
-        fold, look = _places(token + slot, e, writes).to(OPERAND), _places(token, e, reads).to(OPERAND)
+        fold, look = _places(token + slot, e, slot < W, OPERAND), _places(token, e, reads, OPERAND)
         read_a = _left_wide(rho_a, look, read_a, OPERAND, PRECISION)
         read_b = _left_wide(rho_b, look, read_b, OPERAND, PRECISION)
-        scale = (eta * _decay(ec, ef, uc, uf, writes))[None, :]
         keep = tl.exp2((ec - bc) + (ef - bf))
-        a = _left_wide(rho_a * scale, fold, a * keep, OPERAND, PRECISION)
-        b = _left_wide(rho_b * scale, fold, b * keep, OPERAND, PRECISION)
+        a = _left_wide(rho_a, fold, a * keep, OPERAND, PRECISION)
+        b = _left_wide(rho_b, fold, b * keep, OPERAND, PRECISION)
 
     here = (e < C) & (start + e < count)
     rc, rf = _u(log_decay, places, e - LAG, OPERAND)
@@ -416,7 +427,7 @@ def _adjoint(
     LAG: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Y of the rows that write and, behind it, -J' Diag(w exp(u_{t-1})) Y, [chunks, H, C W + E, V]; of those rows the
-    sums of Y * V, [chunks, H, tiles of V, 2, C (W + 1)]; and the chunk's part of dV, [chunks, H, E, V]."""
+    sums of Y * V, [chunks, H, 2, C (W + 1)]; and the chunk's part of dV, [chunks, H, E, V]."""
     program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * TILE, log_decay + program * TILE
     grad_states += program * V * K
@@ -429,8 +440,6 @@ def _adjoint(
     for tile in range(0, (V + BV - 1) // BV):
         columns = tile * BV + tl.arange(0, BV)
         h = tl.zeros([BV, HALF], tl.float32)
-        dv = tl.zeros([BV, HALF], tl.float32)
-        found = tl.zeros([BV, HALF], tl.float32)
         for beginning in range(0, K, BK):
             kk = beginning + tl.arange(0, BK)
             x = load_rows(x_at, there, kk, K).to(OPERAND)
@@ -438,8 +447,8 @@ def _adjoint(
         for back in range(0, (C + M - 1) // M):
             begin = ((C + M - 1) // M - 1 - back) * M
             at, present, token, slot, last, writes, reads = _block(
-                q, k, previous, tail_x, sequence, low, count, start, begin, head, heads, K, C, W, M, BLOCK, SHIFT,
-                CARRIED, LAG,
+                q, k, previous, tail_x, sequence, low, count, start, begin, head, heads, K, C, TILE, W, M, BLOCK,
+                SHIFT, CARRIED, LAG,
             )  # fmt: skip
             gram = tl.zeros([BLOCK, HALF], tl.float32)
             own = tl.zeros([BLOCK, BLOCK], tl.float32)
@@ -449,44 +458,51 @@ def _adjoint(
                 gram = _gram(rows, load_rows(x_at, there, kk, K).to(OPERAND), gram)
                 own = _gram(rows, rows, own)
             eta = tl.load(weight + token, mask=writes, other=0.0)
-            uc, uf = _u(log_decay, places, tl.where(writes, token, -1), OPERAND)
+            uc, uf = _u(log_decay, places, token, OPERAND)
             tc, tf = _u(log_decay, places, last, OPERAND)
             bc, bf, ec, ef = _bounds(log_decay, places, begin, M, TILE, OPERAND)
-            factor = tl.where(reads, 1.0, -eta)
-            after = tl.where(writes, token, C)[None, :] <= last[:, None]
+            factor = tl.where(slot == W, 1.0, -eta)
+            after = _after(W, BLOCK, LAG, False)
             n = own * _pairwise(tc[:, None], tf[:, None], uc[None, :], uf[None, :], after) * factor[:, None]
             solved = _inverse(n, M, OPERAND)
-            gram *= (factor * _decay(tc, tf, bc, bf, last > -2))[:, None]
+            gram *= (factor * tl.exp2((tc - bc) + (tf - bf)))[:, None]
             none = tl.zeros([BV, BLOCK], tl.float32)
-            wanted = _left_wide(h, _places_turned(token + slot, e, writes).to(OPERAND), none, OPERAND, PRECISION)
+            wanted = _left_wide(h, _places_turned(token + slot, e, slot < W).to(OPERAND), none, OPERAND, PRECISION)
             given_at, mask = _turned(token_rows(grad_output, low + start, token, head, heads, V), columns, reads, V)
             given = tl.load(given_at, mask=mask, other=0.0).to(tl.float32)
-            solution = _exact(wanted * _decay(ec, ef, uc, uf, writes)[None, :] + given, solved, none, OPERAND)
+            solution = _exact(wanted * tl.exp2((ec - uc) + (ef - uf))[None, :] + given, solved, none, OPERAND)
             into, mask = _turned(_rows_of(y, program, token * W + slot, C * W + HALF, V), columns, writes, V)
             tl.store(into, solution, mask=mask)
             pair = token + slot - (W - 1)
             v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
             v_at, mask = _turned(v_at, columns, exists(start + pair, writes, 0, CARRIED), V)
             products = tl.sum(solution * tl.load(v_at, mask=mask, other=0.0).to(tl.float32), 0)
-            into = _sums_of(sums, program * ((V + BV - 1) // BV) + tile, 0, token, slot, C, W)
-            tl.store(into, products, mask=writes)
+            into = _sums_of(sums, program, 0, token, slot, C, W)
+            tl.store(into, products + tl.load(into, mask=writes & (tile > 0), other=0.0), mask=writes)
             h = _exact(solution, gram, h * tl.exp2((ec - bc) + (ef - bf)), OPERAND)
-            fold = _places(token + slot, e, writes).to(OPERAND)
-            solution *= eta[None, :]
-            dv = tl.dot(solution.to(OPERAND), fold, dv, input_precision=PRECISION)
-            found = tl.dot(
-                (solution * -tl.exp2(tc + tf)[None, :]).to(OPERAND), fold, found, input_precision=PRECISION
-            )
-        into, mask = _turned(_rows_of(part_v, program, e, HALF, V), columns, e >= 0, V)
-        tl.store(into, dv, mask=mask)
-        into, mask = _turned(_rows_of(y, program, C * W + e, C * W + HALF, V), columns, e >= 0, V)
-        tl.store(into, found, mask=mask)
+        tl.debug_barrier()
+        dv = tl.zeros([HALF, BV], tl.float32)
+        found = tl.zeros([HALF, BV], tl.float32)
+        for beginning in range(0, C * W, 2 * HALF):
+            row = beginning + tl.arange(0, 2 * HALF)
+            token = row // W
+            inside = (token < C) & (start + token < count)
+            solution = load_rows(_rows_of(y, program, row, C * W + HALF, V), inside, columns, V).to(tl.float32)
+            eta = tl.load(weight + token, mask=inside, other=0.0)
+            tc, tf = _u(log_decay, places, tl.minimum(token, TILE) - 1, OPERAND)
+            fold = _places_turned(token + row % W, e, inside).to(OPERAND)
+            solution *= eta[:, None]
+            dv = tl.dot(fold, solution.to(OPERAND), dv, input_precision=PRECISION)
+            solution *= -tl.exp2(tc + tf)[:, None]
+            found = tl.dot(fold, solution.to(OPERAND), found, input_precision=PRECISION)
+        store_rows(_rows_of(part_v, program, e, HALF, V), dv, e >= 0, columns, V)
+        store_rows(_rows_of(y, program, C * W + e, C * W + HALF, V), found, e >= 0, columns, V)
 
 
 @triton.jit
-def _sums_of(sums, number, which, token, slot, C: tl.constexpr, W: tl.constexpr):
-    """Pointers to the numbers of rows, of which there are two kinds."""
-    return sums + (number * 2 + which) * (C * (W + 1)) + token * (W + 1) + slot
+def _sums_of(sums, program, which, token, slot, C: tl.constexpr, W: tl.constexpr):
+    """Pointers to the sums of rows, of which there are two kinds."""
+    return sums + (program * 2 + which) * (C * (W + 1)) + token * (W + 1) + slot
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -520,8 +536,8 @@ def _gradients(
         m = tl.zeros([BV, HALF], tl.float32)
         for begin in range(0, C, M):
             at, present, token, slot, last, writes, reads = _block(
-                q, k, previous, tail_x, sequence, low, count, start, begin, head, heads, K, C, W, M, BLOCK, SHIFT,
-                CARRIED, LAG,
+                q, k, previous, tail_x, sequence, low, count, start, begin, head, heads, K, C, TILE, W, M, BLOCK,
+                SHIFT, CARRIED, LAG,
             )  # fmt: skip
             gram = tl.zeros([HALF, BLOCK], tl.float32)
             own = tl.zeros([BLOCK, BLOCK], tl.float32)
@@ -534,15 +550,15 @@ def _gradients(
                 s = _load_state(states, columns, kk, V, K)
                 found = tl.dot(s, tl.trans(rows), found, input_precision=PRECISION)
             eta = tl.load(weight + token, mask=writes, other=0.0)
-            uc, uf = _u(log_decay, places, tl.where(writes, token, -1), OPERAND)
+            uc, uf = _u(log_decay, places, token, OPERAND)
             tc, tf = _u(log_decay, places, last, OPERAND)
             bc, bf, ec, ef = _bounds(log_decay, places, begin, M, TILE, OPERAND)
-            sign = tl.where(reads, 1.0, -1.0)
-            after = tl.where(writes, token, C)[:, None] <= last[None, :]
+            sign = tl.where(slot == W, 1.0, -1.0)
+            after = _after(W, BLOCK, LAG, True)
             n = own * _pairwise(tc[None, :], tf[None, :], uc[:, None], uf[:, None], after)
             solved = _inverse(n * sign[None, :] * eta[:, None], M, OPERAND)
-            reach = sign * _decay(tc, tf, bc, bf, last > -2)
-            gram *= reach[None, :]
+            reach = tl.exp2((tc - bc) + (tf - bf))
+            gram *= (sign * reach)[None, :]
             pair = token + slot - (W - 1)
             v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
             v_at, mask = _turned(v_at, columns, exists(start + pair, writes, 0, CARRIED), V)
@@ -553,20 +569,21 @@ def _gradients(
             solution = load_rows(_rows_of(y, program, token * W + slot, C * W + HALF, V), writes, columns, V)
             given_at = token_rows(grad_output, low + start, token, head, heads, V)
             solution += load_rows(given_at, reads, columns, V).to(OPERAND)
-            within = _right_wide(solution, rho, tl.zeros([BLOCK, BLOCK], tl.float32), OPERAND, PRECISION)
-            into = _sums_of(sums, program * ((V + BV - 1) // BV) + tile, 1, token, slot, C, W)
+            within = tl.dot(solution, rho.to(OPERAND), input_precision=PRECISION)
+            into = _sums_of(sums, program, 1, token, slot, C, W)
             diagonal = tl.sum(tl.where(i[:, None] == i[None, :], within, 0.0), 1)
-            tl.store(into, diagonal, mask=last > -2)
-            factor = tl.where(reads, 1.0, -eta)
-            coupled = tl.dot(solution, m.to(OPERAND), input_precision=PRECISION) * (tl.abs(reach) * factor)[:, None]
-            after = tl.where(writes, token, C)[None, :] <= last[:, None]
+            diagonal += tl.load(into, mask=(writes | reads) & (tile > 0), other=0.0)
+            tl.store(into, diagonal, mask=writes | reads)
+            factor = tl.where(slot == W, 1.0, -eta)
+            coupled = tl.dot(solution, m.to(OPERAND), input_precision=PRECISION) * (reach * factor)[:, None]
+            after = _after(W, BLOCK, LAG, False)
             within *= _pairwise(tc[:, None], tf[:, None], uc[None, :], uf[None, :], after)
             within *= factor[:, None] * eta[None, :]
-            fold = _places(token + slot, e, writes).to(OPERAND)
+            fold = _places(token + slot, e, slot < W, OPERAND)
             coupled = tl.dot(within.to(OPERAND), fold, coupled, input_precision=PRECISION).to(OPERAND)
-            dp = tl.dot(_places_turned(token, e, reads).to(OPERAND), coupled, dp, input_precision=PRECISION)
-            df = tl.dot(_places_turned(token + slot, e, writes).to(OPERAND), coupled, df, input_precision=PRECISION)
-            rho *= (eta * _decay(ec, ef, uc, uf, writes))[None, :]
+            dp = tl.dot(_places_turned(token, e, slot == W).to(OPERAND), coupled, dp, input_precision=PRECISION)
+            df = tl.dot(_places_turned(token + slot, e, slot < W).to(OPERAND), coupled, df, input_precision=PRECISION)
+            rho *= (eta * tl.exp2((ec - uc) + (ef - uf)))[None, :]
             m = _left_wide(rho, fold, m * tl.exp2((ec - bc) + (ef - bf)), OPERAND, PRECISION)
         tl.debug_barrier()
         into, mask = _turned(_rows_of(y, program, e, C * W + HALF, V), columns, e >= 0, V)
@@ -607,15 +624,10 @@ def _gradients(
 
     of_values = tl.zeros([HALF], tl.float32)
     of_weight = tl.zeros([HALF], tl.float32)
-    read = tl.zeros([HALF], tl.float32)
-    wrote = here[:, None] & (i[None, :] < W)
-    for tile in range(0, (V + BV - 1) // BV):
-        number = program * ((V + BV - 1) // BV) + tile
-        at = _sums_of(sums, number, 0, e[:, None], i[None, :], C, W)
-        of_values += tl.sum(tl.load(at, mask=wrote, other=0.0), 1)
-        at = _sums_of(sums, number, 1, e[:, None], i[None, :], C, W)
-        of_weight += tl.sum(tl.load(at, mask=wrote, other=0.0), 1)
-        read += tl.load(_sums_of(sums, number, 1, e, W, C, W), mask=here, other=0.0)
+    for slot in tl.static_range(W):  # not as a tile: what follows would have its rows several times a thread
+        of_values += tl.load(_sums_of(sums, program, 0, e, slot, C, W), mask=here, other=0.0)
+        of_weight += tl.load(_sums_of(sums, program, 1, e, slot, C, W), mask=here, other=0.0)
+    read = tl.load(_sums_of(sums, program, 1, e, W, C, W), mask=here, other=0.0)
 
     # Cotangents: of u_C `kept`, of u_t -w dw, of u_{t-1} `owed`, `read` of the one that is read. In owed - w dw, of
     # which sums run over tokens, only the values are left. A step's decay is in u_t from its own token on, in u_{t-1}
@@ -692,8 +704,8 @@ def _add_bound(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _collect(
-    k, previous, tail_x, grad_energy, part_x, part_v, grad_k, grad_v, grad_previous, grad_tail_x, grad_tail_v,
-    bounds, first, owner, length, longest, heads,
+    k, previous, tail_x, top, grad_energy, part_x, part_v, grad_k, grad_v, grad_previous, grad_tail_x, grad_tail_v,
+    bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, PACKED: tl.constexpr, SMOOTHNESS: tl.constexpr,
     REACH: tl.constexpr,
@@ -716,10 +728,8 @@ def _collect(
     if SMOOTHNESS < 2:
         windowed = (row < C + W - 1) & (start + row < count)
         at = ((number + row // C) * heads + head) * TILE + row % C
-        band = window_gradients(
-            k, previous, tail_x, sequence, low, count, start, row, head, heads,
-            tl.load(grad_energy + at, mask=windowed, other=0.0), K, BK, W, SHIFT, CARRIED, SMOOTHNESS,
-        )  # fmt: skip
+        given = tl.load(grad_energy + at, mask=windowed, other=0.0)
+        band = window_gradients(top, places, at, windowed, row, given, W, SMOOTHNESS)
     into = x_rows(grad_k, grad_previous, grad_tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
     there = exists(start + pair, own, SHIFT, CARRIED)
     for begin in range(0, K, BK):
@@ -771,7 +781,8 @@ def kept(layout: Layout, shape: tuple[int, ...], value_dim: int, window: int, dt
     numbers: list[Shape | None] = [(n, torch.float32) for n in shapes]
     wide = operand_dtype(dtype)
     lost = (layout.chunks, heads, layout.chunk + HALF.value, key_dim)
-    return [*numbers, None, ((layout.chunks, heads, value_dim, key_dim), wide), (lost, wide)]
+    top = ((window, *shapes[2]), torch.float32) if window <= LARGEST_EXACT_WINDOW else None
+    return [*numbers, top, ((layout.chunks, heads, value_dim, key_dim), wide), (lost, wide)]
 
 
 class Plan:
@@ -795,6 +806,9 @@ class Plan:
         self.lost, self.made = ((layout.chunks, heads, layout.chunk + pairs, width) for width in (key_dim, value_dim))
         self.parts = tuple((chunks, pairs, width) for width in (key_dim, value_dim))
         self.by_token = (chunks, pairs)
+        self.sums = (chunks, 2, layout.chunk * (window + 1))
+        self.exact = options.smoothness == SMOOTHNESS["exact"]
+        self.top = (window, *self.schedule.shapes[2]) if window <= LARGEST_EXACT_WINDOW else None
         self.across = (layout.length, layout.longest, heads)
         self.numbers = (*self.across, chunks * pairs)
         size = self.operand.itemsize
@@ -827,8 +841,6 @@ class Plan:
             programs = layout.sequences * heads * -(-value_dim // config.value_tile)
             return launcher(kernel, programs, config, {"BK": key_tile, "BV": config.value_tile}, *flags)
 
-        tiles = -(-value_dim // min(value_width, sizes.adjoint.value_tile, sizes.gradients.value_tile))
-        self.sums = (chunks, tiles, 2, layout.chunk * (window + 1))
         self.local = across(_local, sizes.local)
         self.carry = along(_carry, sizes.carry, "STORE", "FINAL")
         self.reverse = along(_reverse, sizes.reverse, "FINAL")
@@ -842,7 +854,8 @@ def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: 
     """Fills `output` [B, T, H, V] and, where given, `final` [S, H, K, V]."""
     q, k, v, tables = call.q, call.k, call.v, call.tables
     previous, _, tail_x, tail_v, _ = call.before
-    weight, log_decay, energy = triton_schedule.forward(plan.schedule, call)
+    top = None if plan.top is None else torch.empty(plan.top, dtype=torch.float32, device=q.device)
+    weight, log_decay, energy = triton_schedule.forward(plan.schedule, call, top if plan.exact else None)
     states = torch.empty(plan.states, dtype=plan.operand, device=q.device) if keep else None
     lost, made = (torch.empty(s, dtype=plan.operand, device=q.device) for s in (plan.lost, plan.made))
     plan.local(q, k, v, previous, tail_x, tail_v, weight, log_decay, lost, made, *tables, *plan.numbers)
@@ -850,7 +863,7 @@ def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: 
         k, previous, tail_x, log_decay, call.memory, lost, made, output, states, final, *tables[:2], *plan.numbers,
         flags=(states is not None, final is not None),
     )  # fmt: skip
-    return Kept(weight, log_decay, energy, states=states, residuals=lost)
+    return Kept(weight, log_decay, energy, top, states, lost)
 
 
 def backward(
@@ -858,7 +871,7 @@ def backward(
 ) -> None:
     q, k, v, tables = call.q, call.k, call.v, call.tables
     previous, previous_valid, tail_x, tail_v, tail_valid = call.before
-    weight, log_decay, energy, _, states, lost = kept
+    weight, log_decay, energy, top, states, lost = kept
 
     def empty(shape, dtype=plan.operand):
         return torch.empty(shape, dtype=dtype, device=q.device)
@@ -883,6 +896,6 @@ def backward(
     if plan.add_bound is not None:
         plan.add_bound(k, previous, tail_x, grad_energy, part_x, *tables, *plan.across)
     plan.collect(
-        k, previous, tail_x, grad_energy, part_x, part_v, into.k, into.v, into.before.previous_key, into.before.tail_x,
-        into.before.tail_v, *tables, *plan.across,
+        k, previous, tail_x, top, grad_energy, part_x, part_v, into.k, into.v, into.before.previous_key,
+        into.before.tail_x, into.before.tail_v, *tables, *plan.numbers,
     )  # fmt: skip
