@@ -41,7 +41,7 @@ TARGETS = {"large": GPUTarget("cuda", 90, 32), "safe": GPUTarget("cuda", 86, 32)
 SHARED = {"large": 227 * 1024, "safe": 99 * 1024}
 FLOATS = {"weight", "log_decay", "w", "u", "c", "initial", "final", "part_decay", "gain", "ridge", "energy"}
 FLOATS |= {"grad_gain", "grad_ridge", "grad_weight", "written"}
-FLOATS |= {"memory", "grad_memory", "grad_final", "inverse", "scale", "gram", "sums", "grad_energy"}
+FLOATS |= {"memory", "grad_memory", "grad_final", "inverse", "scale", "gram", "sums", "grad_energy", "top"}
 OTHERS = {"bounds": "i64", "first": "i64", "owner": "i64", "lengths": "i64", "previous_valid": "i1", "tail_valid": "i1"}
 OTHERS |= {"age": "i64"}
 INTEGERS = {*NUMBERS, *triton_convolution.NUMBERS, "batch_stride", "stride", "rows"}
@@ -132,8 +132,8 @@ def sliding(card: str, dtype: torch.dtype, key_dim: int, window: int):
     plan = triton_window.Plan(
         layout, (1, 1024, 1, key_dim), key_dim, dtype, torch.device("cpu"), options, False, True, True, sizes=sizes
     )
-    flags = {"local": (False,), "carry": (True, True), "reverse": (True,)}
-    yield from planned(plan, sizes, flags, {"local": {"AGAIN": True}})
+    flags = {"carry": (True, True), "reverse": (True,)}
+    yield from planned(plan, sizes, flags, {})
     schedule = triton_schedule.Plan(layout, 1, key_dim, options, True, True, 1 if dtype.itemsize == 2 else 2).forward
     config = launch.Config(0, schedule.constants["num_warps"], 3)
     yield "schedule", schedule.kernel, config, {n: c for n, c in schedule.constants.items() if n != "num_warps"}

@@ -54,7 +54,14 @@ SPACE = {  # bfloat16 tiles of less than 64 columns read past their shared memor
     "_unsolve": {"BV": (16, 32, 64)} | COMMON,
     "_within": {"BK": (64, 128), "BV": (64, 128)} | COMMON,
     "_invert": {"num_warps": (1, 2), "num_stages": (1, 2, 3), "maxnreg": (None, 168, 128)},
+    "_add_bound": {"BK": (32, 64), "num_warps": (4, 8), "num_stages": (1, 2), "maxnreg": (None, 128)},
+    "_collect": {"BK": (16, 32, 64), "BV": (32, 64, 128), "num_warps": (1, 2, 4), "num_stages": (1, 2)},
 }
+# falcon_3's kernels along the blocks of a chunk: with more warps, their narrow tiles would be such right operands. They
+# read what they have written, and so have one stage.
+BLOCKS = {"BK": (64, 128), "BV": (32, 64, 128), "num_warps": (1, 2), "num_stages": (1,), "maxnreg": (None, 168, 128)}
+SPACE_OF_BLOCKS = {"_local": BLOCKS, "_adjoint": BLOCKS, "_gradients": BLOCKS}
+KERNELS = list(SPACE | SPACE_OF_BLOCKS)
 
 
 def calls(rule: str, shape: str):
@@ -99,14 +106,16 @@ def launches(both) -> list[tuple]:
     return found
 
 
-def candidates(name: str, grid: tuple[int, ...], constants: dict) -> list[tuple[dict, tuple[int, ...]]]:
+def candidates(kernel, grid: tuple[int, ...], constants: dict) -> list[tuple[dict, tuple[int, ...]]]:
     """Other options, and the grid that goes with them; the shipped ones first."""
+    name = kernel.__name__
+    space = SPACE_OF_BLOCKS[name] if "BLOCK" in constants else SPACE[name]
     found: list[tuple[dict, tuple[int, ...]]] = [({}, grid)]
-    for values in product(*SPACE[name].values()):
-        options = dict(zip(SPACE[name], values, strict=True))
+    for values in product(*space.values()):
+        options = dict(zip(space, values, strict=True))
         options |= {n: constants[n] for n in ("BK", "BV") if n in options and options[n] > constants[n[1]]}
         cut = grid
-        if options["num_warps"] == 8 and options["maxnreg"] == 168:  # one program a multiprocessor, as without a limit
+        if options["num_warps"] == 8 and options.get("maxnreg") == 168:  # one program a multiprocessor, as without
             continue
         if "BV" in options and name in WITH_TILES:
             width = constants["V"]
@@ -125,7 +134,7 @@ def tune(rule: str, shape: str, names: list[str], part: tuple[int, int] | None) 
             continue
         before = [t.clone() if isinstance(t, torch.Tensor) else t for t in arguments]
         shipped, rows = None, []
-        for options, cut in candidates(kernel.fn.__name__, grid, constants):
+        for options, cut in candidates(kernel.fn, grid, constants):
             number += 1
             these = {n: c for n, c in (constants | options).items() if c is not None}
             if part:
@@ -197,7 +206,7 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", default=list(OURS), choices=RULES)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--kernels", nargs="+", default=list(SPACE), choices=SPACE, help="to tune")
+    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS, help="to tune")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

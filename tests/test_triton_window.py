@@ -61,17 +61,30 @@ def check(rule, inputs, state=None, forward=FORWARD, backward=BACKWARD, **option
     return have, assert_same_results(have, want, tensors, exact_tensors, forward, backward)
 
 
-@pytest.mark.parametrize("length", [1, 3, 18])
+@pytest.mark.parametrize("length", [1, 3, 34])
 @pytest.mark.parametrize("name", RULES)
 def test_lengths(name, length):
-    """Shorter than a window, and chunks that are not full."""
+    """Shorter than a window, and a second chunk that is not full."""
     check(RULES[name], *case(RULES[name], length))
 
 
-@pytest.mark.parametrize("length", [15, 16, 33])
+@pytest.mark.parametrize("length", [28, 29, 59])
 def test_lengths_about_whole_chunks(length):
-    assert triton_window.chunk_length(torch.float32, 16, 4) == 16
+    assert triton_window.chunk_length(torch.float32, 16, 4) == 29
     check(RULES["default"], *case(RULES["default"], length))
+
+
+@pytest.mark.parametrize("window", range(2, triton_window.LARGEST_WINDOW + 1))
+def test_tiles_hold_their_rows(window):
+    rows, tokens = triton_window.block(window)
+    assert rows >= tokens * (window + 1) >= window + 1
+    assert triton_window.chunk_length(torch.float32, 16, window) + window - 1 == 32
+
+
+@pytest.mark.parametrize("sizes", [*launch.WINDOW.values(), *launch.WIDE_WINDOW.values()])
+def test_narrow_tiles_are_for_two_warps_at_most(sizes):
+    """With four, they would be right operands of instructions that read 64 columns."""
+    assert all(getattr(sizes, name).warps <= 2 for name in ("local", "adjoint", "gradients"))
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -108,8 +121,8 @@ def test_a_window_of_one_pair_is_falcon_1(smoothness):
 
 @pytest.mark.parametrize(("name", "carried"), [("default", True), ("default", False), ("16-live", True)])
 def test_packed_documents(name, carried):
-    """Documents of one token and of none, and some over several chunks; one that is fresh among carried ones."""
-    rule, lengths = RULES[name], (1, 17, 0, 2, 0)
+    """Documents of one token and of none, and one over several chunks; one that is fresh among carried ones."""
+    rule, lengths = RULES[name], (1, 33, 0, 2, 0)
     bounds = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
     inputs, state = case(rule, sum(lengths), S=len(lengths))
     if rule.shifted:
@@ -308,7 +321,7 @@ def test_bfloat16_inputs(window, K, V, card, monkeypatch):
     if DEVICE == "cpu":
         monkeypatch.setattr(launch, "card", lambda device: (card, 1))
     rule = Rule("falcon_3", window=window)
-    inputs, state = narrow(*case(rule, 20, K=K, V=V), torch.bfloat16)
+    inputs, state = narrow(*case(rule, 33, K=K, V=V), torch.bfloat16)
     have, grads = check(rule, inputs, state, forward=4e-3, backward=8e-3)
     assert have.output.dtype == grads["q"].dtype == torch.bfloat16
 

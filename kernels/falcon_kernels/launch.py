@@ -176,14 +176,15 @@ class Window(NamedTuple):
     collect: Config
 
 
-def _window(carry: Config, reverse: Config, tile: int = 64, few: int = 64) -> Window:
-    """`few` channels at a time where a kernel keeps most; `carry` and `reverse` go along sequences."""
-    local, chunk = Config(tile, 4, 1), Config(few, 4, 1)
-    return Window(local, carry, reverse, chunk, chunk, local, Config(tile, 2, 1))
+def _window(carry: Config, reverse: Config, tile: int = 64) -> Window:
+    """`carry` and `reverse` go along sequences. With more than two warps the three kernels that go along the blocks of
+    a chunk would read past their shared memory, as `padded` says."""
+    solve, gradients = Config(tile, 1, 1), Config(tile, 2, 1)
+    return Window(solve, carry, reverse, solve, gradients, Config(tile, 4, 1), Config(32, 2, 1))
 
 
 WINDOW = {  # keys as in TABLE
-    ("large", 2, 64): _window(Config(64, 4, 3), Config(64, 4, 3))._replace(adjoint=Config(64, 4, 1, registers=128)),
+    ("large", 2, 64): _window(Config(64, 4, 3), Config(64, 4, 3)),
     ("large", 2, 128): _window(Config(128, 8, 3), Config(128, 8, 2)),
     ("large", 2, 256): _window(Config(32, 4, 1), Config(32, 4, 1)),
     ("safe", 2, 64): _window(Config(64, 4, 1), Config(64, 4, 1)),
@@ -191,9 +192,9 @@ WINDOW = {  # keys as in TABLE
     ("safe", 2, 256): _window(Config(32, 4, 1), Config(16, 4, 1)),
 }
 WIDE_WINDOW = {  # 4-byte operands, on any card, by K
-    64: _window(Config(16, 4, 1), Config(16, 4, 1), 32, 16),
-    128: _window(Config(16, 8, 1), Config(16, 8, 1), 32, 16),
-    256: _window(Config(16, 8, 1), Config(16, 8, 1), 32, 16),
+    64: _window(Config(16, 4, 1), Config(16, 4, 1), 32),
+    128: _window(Config(16, 8, 1), Config(16, 8, 1), 32),
+    256: _window(Config(16, 8, 1), Config(16, 8, 1), 32),
 }
 
 

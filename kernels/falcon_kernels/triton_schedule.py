@@ -120,7 +120,7 @@ def _norms(rows, there, ROWS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _forward(
-    k, gain, ridge, previous, previous_valid, tail, tail_valid, lengths, weight, log_decay, energy,
+    k, gain, ridge, previous, previous_valid, tail, tail_valid, lengths, weight, log_decay, energy, top,
     bounds, first, owner, length, longest, heads,
     K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, PARTS: tl.constexpr, RIDGE: tl.constexpr,
@@ -138,8 +138,8 @@ def _forward(
         count = tl.load(lengths + sequence).to(tl.int32)
     there = pair_exists(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
     if SMOOTHNESS > 0:
-        statistic = smoothness(
-            k, previous, tail, sequence, low, count, start, step, head, heads, K, BK, W, SHIFT, CARRIED, SMOOTHNESS
+        statistic, unit = smoothness(
+            k, previous, tail, sequence, low, count, start, step, head, heads, K, BK, C, W, SHIFT, CARRIED, SMOOTHNESS
         )
     else:
         pair = place - (W - 1)
@@ -169,6 +169,9 @@ def _forward(
     tl.store(weight + number, eta)
     tl.store(log_decay + number, decay)
     tl.store(energy + number, statistic)
+    if top is not None:
+        for a in tl.static_range(W):
+            tl.store(top + a * behind + number, unit[a])
     if W > 1:
         tl.store(weight + behind + number, window_sum(eta, step, -1, W, decay))
 
@@ -278,9 +281,9 @@ class Kept(NamedTuple):
     weight: Tensor  # of steps; per channel what gains are multiplied by
     log_decay: Tensor  # running, of each chunk, to base 2
     energy: Tensor
-    inverse: Tensor | None = None
+    inverse: Tensor | None = None  # of falcon_1; of falcon_3 the top eigenvectors of windows
     states: Tensor | None = None  # what chunks find
-    residuals: Tensor | None = None
+    residuals: Tensor | None = None  # what is written; of falcon_3 what of the memory a chunk takes away
 
 
 class Gradients(NamedTuple):
@@ -329,12 +332,15 @@ class Plan:
         self.forward = Launcher(_forward, (layout.chunks * heads,), constants, aligned=aligned)
 
 
-def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """weight, log decay and energy, float32 in the shapes of the first lines of this file."""
+def forward(plan: Plan, call: Call, top: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """weight, log decay and energy, float32 in the shapes of the first lines of this file.
+
+    Fills `top`, given only where smoothness is exact, with the eigenvectors of windows [W, chunks, H, TILE].
+    """
     before = call.before
     weight, log_decay, energy = (torch.empty(shape, dtype=torch.float32, device=call.k.device) for shape in plan.shapes)
     plan.forward(
         call.k, call.gain, call.ridge, before.previous_key, before.previous_valid, before.tail_x, before.tail_valid,
-        call.lengths, weight, log_decay, energy, *call.tables, *plan.numbers,
+        call.lengths, weight, log_decay, energy, top, *call.tables, *plan.numbers,
     )  # fmt: skip
     return weight, log_decay, energy

@@ -13,8 +13,8 @@ D = d lambda / d G = v v'. Back: with c the gradient of what is summed over a to
 dx_r = 2 sum_l D_l[r] x_{r+l} + D_l[r-l] x_{r-l}.
 
 The bound, (tr G^16)^(1/16), with D = (tr G^16)^(-15/16) G^15, is for large windows, whose matrices a thread cannot
-hold, and takes few products: there the windows of a chunk are the diagonal blocks of one tile, the rows (token, pair)
-of triton_window.py, and all of them are squared by one matrix product.
+hold, and takes few products: there the windows of some tokens are the diagonal blocks of one tile of 64 rows (token,
+pair), and all of them are squared by one matrix product.
 """
 
 import triton
@@ -24,7 +24,7 @@ from .triton_layout import exists, load_rows, moved, x_rows
 
 SMOOTHNESS = {"trace": 0, "exact": 1, "bound": 2}
 SQUARINGS = tl.constexpr(24)
-ROWS = tl.constexpr(64)  # (token, pair) of a chunk
+ROWS = tl.constexpr(64)  # (token, pair)
 TINY = tl.constexpr(1.1754943508222875e-38)
 
 
@@ -136,29 +136,25 @@ def _top(gram, W: tl.constexpr):
         square += vector[a] * vector[a]
     factor = 1.0 / tl.maximum(tl.sqrt(square), TINY)
     value = most * 0.0
-    slope = ()
+    unit = ()
+    for a in tl.static_range(W):
+        unit += (vector[a] * factor,)
     for a in tl.static_range(W):
         for b in tl.static_range(a, W):
-            one = (vector[a] * factor) * (vector[b] * factor)
-            slope += (one,)
-            share = gram[a * W - a * (a - 1) // 2 + b - a] * one
+            share = gram[a * W - a * (a - 1) // 2 + b - a] * (unit[a] * unit[b])
             if a == b:
                 value += share
             else:
                 value += 2.0 * share
-    return value, slope
+    return value, unit
 
 
 @triton.jit
-def window_gradients(
-    k, previous, tail, sequence, low, count, start, row, head, heads, grad_energy,
-    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
-    SMOOTHNESS: tl.constexpr,
-):  # fmt: skip
+def window_gradients(top, behind, at, windowed, row, grad_energy, W: tl.constexpr, SMOOTHNESS: tl.constexpr):
     """D_l, a tuple of W vectors [R]; of the trace only D_0.
 
-    grad_energy: [R] by token, of what is summed over its window, 0 where none; all windows that hold a row's pair lie
-    in the tile.
+    top: eigenvectors that the forward left, a component `behind` the other, of the windows `at`. grad_energy: [R] by
+    token, of what is summed over its window, 0 where none; all windows that hold a row's pair lie in the tile.
     """
     if SMOOTHNESS == 0:
         total = grad_energy
@@ -166,13 +162,14 @@ def window_gradients(
             total += moved(grad_energy, -a, row)
         return (total,)
     else:
-        gram = _windows(k, previous, tail, sequence, low, count, start, row, head, heads, K, BK, W, SHIFT, CARRIED)
-        _, slope = _top(gram, W)
+        unit = ()
+        for a in tl.static_range(W):
+            unit += (tl.load(top + a * behind + at, mask=windowed, other=0.0),)
         band = ()
         for lag in tl.static_range(W):
-            total = grad_energy * slope[lag]
+            total = grad_energy * (unit[0] * unit[lag])
             for a in tl.static_range(1, W - lag):
-                total += moved(grad_energy * slope[a * W - a * (a - 1) // 2 + lag], -a, row)
+                total += moved(grad_energy * (unit[a] * unit[a + lag]), -a, row)
             band += (total,)
         return band
 
@@ -240,16 +237,22 @@ def bound_gradients(
 @triton.jit
 def smoothness(
     k, previous, tail, sequence, low, count, start, row, head, heads,
-    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
     SMOOTHNESS: tl.constexpr,
 ):  # fmt: skip
-    """[R] by token, the eigenvalue or bound of the sum of x x' of its window."""
+    """[R] by token, the eigenvalue or bound of the sum of x x' of its window, the bound of the first C
+    only; and where exact a tuple of W components [R] of the eigenvector."""
     if SMOOTHNESS == 1:
         gram = _windows(k, previous, tail, sequence, low, count, start, row, head, heads, K, BK, W, SHIFT, CARRIED)
-        value, _ = _top(gram, W)
-        return value
+        return _top(gram, W)
     else:
-        _, _, _, _, trace, total = _powers(
-            k, previous, tail, sequence, low, count, start, tl.arange(0, ROWS), head, heads, K, BK, W, SHIFT, CARRIED
-        )
-        return tl.gather(_root(total, 1 / 16) * trace, tl.minimum(row * W, ROWS - 1), 0)
+        result = tl.zeros(row.shape, tl.float32)
+        for begin in range(0, C, ROWS // W):
+            _, _, _, _, trace, total = _powers(
+                k, previous, tail, sequence, low, count, start + begin, tl.arange(0, ROWS), head, heads, K, BK, W,
+                SHIFT, CARRIED,
+            )  # fmt: skip
+            inside = (row >= begin) & (row < begin + ROWS // W)
+            found = tl.gather(_root(total, 1 / 16) * trace, tl.where(inside, (row - begin) * W, 0), 0)
+            result = tl.where(inside, found, result)
+        return result, (result,)

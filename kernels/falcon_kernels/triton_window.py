@@ -1,46 +1,57 @@
 """Triton kernels of the regression write of a whole window (falcon_3, W > 1), forward and backward.
 
-A step t writes W pairs at once, all with residuals of the memory that it found. A row r = (t, j) is one such write: in
-a chunk of C tokens that finds S there are C W rows, at most 64, in the order of their tokens. With x_r and v_r their
-pairs, t(r) their tokens, w the weights eta / W_t, and u the running log decay within the chunk,
+A step t writes W pairs at once, all with residuals of the memory that it found. A chunk of C = 33 - W tokens that finds
+S there has windows of E = C + W - 1 = 32 different pairs, X and V, whatever W is. With u the running log decay within
+the chunk, w the weights eta / W_t, and D_t the diagonal 0/1 matrix of the pairs in t's window,
 
-    N = [t(s) < t(r)] exp(u_{t(r)-1} - u_{t(s)}) x_r . x_s        A = I + Diag(w) N
-    Z = A^-1 Diag(w) (V - Diag(exp(u_{t-1})) X S)                 what is written of the rows' pairs
-    O = Diag(exp(u)) Q S + P Z        P = [t(r) <= t] exp(u_t - u_{t(r)}) q_t . x_r
-    S' = exp(u_C) S + X' Diag(exp(u_C - u)) Z.
+    S_t = exp(u_t) S + X' M_t          o_t = exp(u_t) S' q_t + M_t' X q_t
+    M_t = exp(u_t - u_{t-1}) M_{t-1} + w_t D_t (V - exp(u_{t-1}) X S - X X' M_{t-1}),
 
-Rows of one token do not act on one another: N is strictly lower triangular in blocks of W. Reading before the write
-takes u_{t-1} for u_t and a strict mask in P. But a chunk's windows hold only E = C + W - 1 different pairs, X_E, and
-with J the 0/1 matrix of which pair a row is, X = J X_E. So a chunk is a map of S with C + E rows, no more than 64:
+reading before the write with M_{t-1} and u_{t-1}. M_t = A_t V - B_t X S, and A_t and B_t, 32 x 32, depend on no other
+chunk. So a chunk is a map of S with C + E rows, no more than 64,
 
-    O = M_o - L_o S                       [M_o; M_d] = H Diag(w) V
-    S' = exp(u_C) S + X_E' (M_d - L_d S)  [L_o; L_d] = H Diag(w exp(u_{t-1})) X - [Diag(exp(u)) Q; 0]
+    O = M_o - L_o S                    M_o = [q_t' X' A_t] V      L_o = [q_t' X' B_t] X - Diag(exp(u)) Q
+    S' = exp(u_C) S + X' (M_d - L_d S)          M_d = A_C V               L_d = B_C X,
 
-with H = [P; J' Diag(exp(u_C - u))] A^-1. L (`lost`) and M (`made`) depend on no other chunk. A pass over chunks is left
-with two products, and so is the pass back: with G the cotangent of S', that of S is exp(u_C) G - L' [dO; X_E G].
+and L (`lost`) and M (`made`) are all that a pass over chunks needs: two products a chunk, as in the pass back: with G
+the cotangent of S', that of S is exp(u_C) G - L' [dO; X G].
 
-Then each chunk is on its own. With dZ = P' dO + Diag(exp(u_C - u)) X G and Y = A^-T dZ
+A few tokens are one block: its rows R are, token by token, the W pairs of the window and the query, so that reading is
+the row of a pair that is not written. With f = 1 for queries and -1 for pairs, U what the row is told (exp(u) S' q, or
+v - exp(u_{t-1}) S' x), J the 0/1 matrix of which pair of the chunk a row writes (none for queries), and M what the
+block finds, from u_b on,
 
-    dV = J' Diag(w) Y        dP = [t(r) <= t] exp(u_t - u_{t(r)}) dO Z'
-    dQ = dP X + Diag(exp(u)) dO S'        dN = -Diag(w) [t(s) < t(r)] exp(u_{t(r)-1} - u_{t(s)}) Y Z'
-    dX = J' (dP' Q + dN X + dN' X - Diag(w exp(u_{t-1})) Y S' + Diag(exp(u_C - u)) Z G'),
+    N = f [t(s) < t(r)] exp(u_{t(r)-1} - u_s) R_r . R_s       (u_t and t(s) <= t(r) for queries; 0 for queries s)
+    rho = (I - N Diag(w))^-1 (U + Diag(f exp(u_{t-1} - u_b)) R X' M)
+    M <- exp(u_end - u_b) M + J' Diag(w exp(u_end - u)) rho:
 
-and that of w_t is the sum of Y * (V - Diag(exp(u_{t-1})) X S - N Z) over the rows of t. A pair is in windows of several
-chunks: each leaves its own part, and the last kernel adds them up, and to them what the windows' energies ask for.
+rho are residuals of pairs and what queries read. At most three tokens are a block, so that N^4 = 0 and the inverse is
+(I + N)(I + N^2), with no power above 3. All tiles are kept with their rows as columns: what one product leaves is the
+left operand of the next, in registers. Such products have fewer than 64 columns, and so kernels with them have at most
+two warps, which keeps them off the instructions that read past shared memory (launch.py).
+
+Back, with H the cotangent of M, starting from X G: Y = (I - Diag(w) N)^-T (J H exp(u_end - u); dO), what a row's write
+and a query's read are asked for, and H <- exp(u_end - u_b) H + X R' Diag(f w exp(u_{t-1} - u_b)) Y, w = 1 for queries.
+That needs no M, so it comes first and leaves Y (`adjoint`). The way forward again, now with values, ends with all else
+(`gradients`): cotangents of R X', rows of queries dP [C, E] and those of pairs dF [E, E] summed by pair, are
+Diag(f w exp(u_{t-1} - u_b)) Y M' and within a block f w_r exp(u_{t-1} - u_s) Y rho' w_s. Then
+
+    dQ = dP X + Diag(exp(u)) dO S'     dX = dP' Q + (dF + dF') X + M_C G' - J' Diag(w exp(u_{t-1})) Y S'
+    dV = J' Diag(w) Y                  dw_t = sum of Y * rho over the rows of t.
+
+A pair is in windows of several chunks: each leaves its own part, and the last kernel adds them up, and to them what the
+windows' energies ask for.
 
     forward    local       L, M                one program per (chunk, head)
                carry       O, S                one program per (sequence, head, V tile), over the chunks
-    backward   local       L, A^-1             as before
-               reverse     G                   one program per (sequence, head, V tile), backwards over the chunks
-               adjoint     Z, Y, parts of dV   one program per (chunk, head)
+    backward   reverse     G                   one program per (sequence, head, V tile), backwards over the chunks
+               adjoint     Y, parts of dV      one program per (chunk, head), backwards over its blocks
                gradients   all others          one program per (chunk, head), parts of dX among them
                add_bound   to parts of dX      where the energies are bounds, one program per (chunk, head)
                collect     dX, dV              one program per (chunk, head)
 
-Tiles have 64 rows whatever W: the rows (t, j); or tokens in the first 32 and pairs in the last, where C + E fit. A^-1
-is built up from blocks of one token, twice as large each time, two products a time. Elements moved a token and head,
-for W = 4 and thus C = 16 and E = 19: local reads 2K + V and writes (C + E) (K + V) / C, which the carry reads, to write
-V and, for the backward, the states, K V / C. Only states are kept.
+L and S are kept for the backward: (C + E) K / C and K V / C elements a token and head, for W = 4 and thus C = 29 less
+than 2.2 K and K V / 29.
 
 Decays enter as exp(u_t - u_s), s <= t only, summed in two parts but for bfloat16 inputs as in triton_regression.py.
 """
@@ -52,6 +63,7 @@ from torch import Tensor
 
 from . import launch, triton_schedule
 from .launcher import Launcher
+from .rule import LARGEST_EXACT_WINDOW
 from .triton_layout import (
     NUMBERS,
     OPERANDS,
@@ -75,21 +87,25 @@ from .triton_regression import (
     _negative,
     _pairwise,
     _product,
-    _running,
-    _settled,
     _turned,
-    _wide_dot,
 )
 from .triton_schedule import Call, Gradients, Kept, Options, Shape, pair_exists, step_gradients, window_size
 from .triton_smoothness import ROWS, SMOOTHNESS, bound_gradients, window_gradients, window_rows
 
 HALF = tl.constexpr(32)
 LARGEST_WINDOW = 16
+LONGEST_BLOCK = 3  # tokens: their inverse has no power above this
 
 
 def chunk_length(dtype: torch.dtype, key_dim: int, window: int) -> int:
-    """C: C W rows are at most 64, C + 2 (W - 1) pairs at most 34, and 32 for small windows."""
-    return min(ROWS.value // window, 30)
+    """C: windows of a chunk hold 32 pairs."""
+    return HALF.value - (window - 1)
+
+
+def block(window: int) -> tuple[int, int]:
+    """Rows of a block's tile and tokens of a block; each has the rows of a window and a query."""
+    rows = 16 if window < 16 else 32
+    return rows, min(LONGEST_BLOCK, rows // (window + 1))
 
 
 @triton.jit
@@ -112,106 +128,210 @@ def _pairs_of_half(i, start, count, C: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _exact(a, b, OPERAND: tl.constexpr):
-    """a b of float32, of 16 bits of them where operands are bfloat16."""
+def _exact(a, b, total, OPERAND: tl.constexpr):
+    """total + a b of float32, of 16 bits of them where operands are bfloat16."""
     if tl.bfloat16 == OPERAND:
         a_high, a_low = _halves(a)
         b_high, b_low = _halves(b)
-        return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
+        return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high, total)))
     else:
-        return tl.dot(a, b, input_precision="tf32x3")
+        return tl.dot(a, b, total, input_precision="tf32x3")
 
 
 @triton.jit
-def _inverse(n, i, W: tl.constexpr, OPERAND: tl.constexpr):
-    """(I + n)^-1 of n [ROWS, ROWS], strictly lower triangular in blocks of W: from blocks to blocks twice as large."""
-    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    for level in tl.static_range(6):
-        if W % (2 << level) != 0:
-            new = (i[:, None] >> (level + 1) == i[None, :] >> (level + 1)) & (
-                i[:, None] >> level != i[None, :] >> level
-            )
-            change = tl.where(new, n, 0.0)
-            if W % (1 << level) != 0:
-                change = _exact(_exact(inverse, change, OPERAND), inverse, OPERAND)
-            inverse -= change
+def _left_wide(a, b, total, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """total + a b with a in float32 or, where b is bfloat16, in 16 bits of it."""
+    if tl.bfloat16 == OPERAND:
+        high, low = _halves(a)
+        return tl.dot(high, b, tl.dot(low, b, total))
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _right_wide(a, b, total, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """total + a b with b in float32 or, where a is bfloat16, in 16 bits of it."""
+    if tl.bfloat16 == OPERAND:
+        high, low = _halves(b)
+        return tl.dot(a, high, tl.dot(a, low, total))
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _inverse(n, M: tl.constexpr, OPERAND: tl.constexpr):
+    """(I - n)^-1 of the rows of M tokens: n^(M + 1) = 0."""
+    i = tl.arange(0, n.shape[0])
+    inverse = n + tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    if M == 2:
+        inverse = _exact(n, n, inverse, OPERAND)
+    elif M == 3:
+        square = _exact(n, n, tl.zeros(n.shape, tl.float32), OPERAND)
+        inverse = _exact(inverse, square, inverse, OPERAND)
     return inverse
 
 
 @triton.jit
-def _between(step, log_decay, places, OPERAND: tl.constexpr):
-    """exp(u_{t-1} - u_s) of rows of steps t after s, 0 elsewhere."""
-    uc, uf = _running(log_decay, places, step, 0, OPERAND)
-    before_c, before_f = _running(log_decay, places, step, 1, OPERAND)
-    return _pairwise(before_c[:, None], before_f[:, None], uc[None, :], uf[None, :], step[:, None] > step[None, :])
+def _block(
+    q, k, previous, tail_x, sequence, low, count, start, begin, head, heads,
+    K: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr, CARRIED: tl.constexpr, LAG: tl.constexpr,
+):  # fmt: skip
+    """The rows of the block that begins at a chunk's token `begin`: pointers to keys and queries, and which of them are
+    there; their tokens, places in the window, and last tokens whose writes they find; which write and which read.
+
+    Rows that are not there have zeros for keys and queries and write with a weight of 0. Their tokens are below TILE.
+    """
+    i = tl.arange(0, BLOCK)
+    step, slot = i // (W + 1), i % (W + 1)
+    live = step < tl.minimum(tl.minimum(count - start, C) - begin, M)
+    reads, writes = live & (slot == W), live & (slot < W)
+    token = tl.minimum(begin + step, TILE - 1)
+    pair = token + slot - (W - 1)
+    x_at = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
+    at = tl.where(slot == W, token_rows(q, low + start, token, head, heads, K), x_at)
+    last = token - 1
+    if LAG == 0:
+        last = tl.where(slot == W, token, last)
+    return at, reads | exists(start + pair, writes, SHIFT, CARRIED), token, slot, last, writes, reads
+
+
+@triton.jit
+def _after(W: tl.constexpr, BLOCK: tl.constexpr, LAG: tl.constexpr, TURNED: tl.constexpr):
+    """[BLOCK, BLOCK] which rows find what the columns write; TURNED which columns find what the rows write."""
+    i = tl.arange(0, BLOCK)
+    step, slot = i // (W + 1), i % (W + 1)
+    source = tl.where(slot < W, step, BLOCK)
+    last = step - 1
+    if LAG == 0:
+        last = tl.where(slot == W, step, last)
+    if TURNED:
+        return source[:, None] <= last[None, :]
+    else:
+        return source[None, :] <= last[:, None]
+
+
+@triton.jit
+def _u(log_decay, places, token, OPERAND: tl.constexpr):
+    """u after the tokens, 0 before the first, in two parts."""
+    coarse = tl.load(log_decay + token, mask=token >= 0, other=0.0)
+    if tl.bfloat16 == OPERAND:
+        return coarse, tl.zeros(token.shape, tl.float32)
+    else:
+        return coarse, tl.load(log_decay + places + token, mask=token >= 0, other=0.0)
+
+
+@triton.jit
+def _bounds(log_decay, places, begin, M: tl.constexpr, TILE: tl.constexpr, OPERAND: tl.constexpr):
+    """u that a block finds, and that it leaves, each in two parts."""
+    before, last = tl.maximum(begin - 1, 0), tl.minimum(begin + M, TILE) - 1
+    bc, bf = tl.where(begin > 0, tl.load(log_decay + before), 0.0), 0.0
+    ec, ef = tl.load(log_decay + last), 0.0
+    if tl.bfloat16 != OPERAND:
+        bf = tl.where(begin > 0, tl.load(log_decay + places + before), 0.0)
+        ef = tl.load(log_decay + places + last)
+    return bc, bf, ec, ef
+
+
+@triton.jit
+def _chunk_pairs(
+    k, previous, tail_x, sequence, low, count, start, head, heads,
+    K: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+):  # fmt: skip
+    """Pointers to the write features of a chunk's pairs, the oldest first, and which there are."""
+    pair = tl.arange(0, HALF) - (W - 1)
+    at = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
+    return at, exists(start + pair, start + pair < count, SHIFT, CARRIED)
+
+
+@triton.jit
+def _places(place, e, there, OPERAND: tl.constexpr):
+    """[R, HALF] 0/1: where in a chunk each row is."""
+    return tl.where(tl.where(there, place, -1)[:, None] == e[None, :], 1.0, 0.0).to(OPERAND)
+
+
+@triton.jit
+def _places_turned(place, e, there):
+    return tl.where(e[:, None] == tl.where(there, place, -1)[None, :], 1.0, 0.0)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _local(
-    q, k, v, previous, tail_x, tail_v, weight, log_decay, lost, made, inverse,
+    q, k, v, previous, tail_x, tail_v, weight, log_decay, lost, made,
     bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
-    W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr,
-    AGAIN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    W: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+    LAG: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """L and M; or with AGAIN L and A^-1, for the backward."""
+    """L and M."""
     program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * TILE, log_decay + program * TILE
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
         return
-    i = tl.arange(0, ROWS)
-    step = i // W
-    pair = step + i % W - (W - 1)
-    own = (step < C) & (start + step < count)
-    token = tl.minimum(i, C - 1)
-    here = (i < C) & (start + i < count)
-    x_at = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
-    there = exists(start + pair, own, SHIFT, CARRIED)
-    q_at = token_rows(q, low + start, i, head, heads, K)
+    e = tl.arange(0, HALF)
+    x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
+    a = tl.zeros([HALF, HALF], tl.float32)
+    b, read_a, read_b = a, a, a
+    for begin in range(0, C, M):
+        at, present, token, slot, last, writes, reads = _block(
+            q, k, previous, tail_x, sequence, low, count, start, begin, head, heads, K, C, TILE, W, M, BLOCK, SHIFT,
+            CARRIED, LAG,
+        )  # fmt: skip
+        gram = tl.zeros([HALF, BLOCK], tl.float32)
+        own = tl.zeros([BLOCK, BLOCK], tl.float32)
+        for beginning in range(0, K, BK):
+            kk = beginning + tl.arange(0, BK)
+            rows = load_rows(at, present, kk, K).to(OPERAND)
+            gram = _gram(load_rows(x_at, there, kk, K).to(OPERAND), rows, gram)
+            own = _gram(rows, rows, own)
+        eta = tl.load(weight + token, mask=writes, other=0.0)
+        uc, uf = _u(log_decay, places, token, OPERAND)
+        tc, tf = _u(log_decay, places, last, OPERAND)
+        bc, bf, ec, ef = _bounds(log_decay, places, begin, M, TILE, OPERAND)
+        sign = tl.where(slot == W, 1.0, -1.0)
+        after = _after(W, BLOCK, LAG, True)
+        n = own * _pairwise(tc[None, :], tf[None, :], uc[:, None], uf[:, None], after) * sign[None, :] * eta[:, None]
+        scale = tl.where(slot == W, 1.0, eta * tl.exp2((ec - uc) + (ef - uf)))  # of what is written
+        solved = _inverse(n, M, OPERAND) * scale[None, :]
+        gram *= (sign * tl.exp2((tc - bc) + (tf - bf)))[None, :]
+        told = _places_turned(token + slot, e, slot < W)
+        rho_a = _exact(_exact(a, gram, told, OPERAND), solved, tl.zeros([HALF, BLOCK], tl.float32), OPERAND)
+        told *= tl.exp2(tc + tf)[None, :]
+        rho_b = _exact(_exact(b, gram, told, OPERAND), solved, tl.zeros([HALF, BLOCK], tl.float32), OPERAND)
+        fold, look = _places(token + slot, e, slot < W, OPERAND), _places(token, e, reads, OPERAND)
+        read_a = _left_wide(rho_a, look, read_a, OPERAND, PRECISION)
+        read_b = _left_wide(rho_b, look, read_b, OPERAND, PRECISION)
+        keep = tl.exp2((ec - bc) + (ef - bf))
+        a = _left_wide(rho_a, fold, a * keep, OPERAND, PRECISION)
+        b = _left_wide(rho_b, fold, b * keep, OPERAND, PRECISION)
 
-    gram = tl.zeros([ROWS, ROWS], tl.float32)
-    for begin in range(0, K, BK):
-        x = load_rows(x_at, there, begin + tl.arange(0, BK), K).to(OPERAND)
-        gram = _gram(x, x, gram)
-    eta = tl.load(weight + step)
-    n = eta[:, None] * gram * _between(step, log_decay, places, OPERAND)
-    solved = _inverse(n, i, W, OPERAND)
-    if AGAIN:
-        tl.store(inverse + program * (ROWS * ROWS) + i[:, None] * ROWS + i[None, :], solved)
-
-    scores = tl.zeros([ROWS, ROWS], tl.float32)
+    here = (e < C) & (start + e < count)
+    rc, rf = _u(log_decay, places, e - LAG, OPERAND)
+    q_at = token_rows(q, low + start, e, head, heads, K)
     for begin in range(0, K, BK):
         kk = begin + tl.arange(0, BK)
-        x = load_rows(x_at, there, kk, K).to(OPERAND)
-        queries = load_rows(q_at, here, kk, K).to(OPERAND)
-        scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
-    uc, uf = _running(log_decay, places, step, 0, OPERAND)
-    before_c, before_f = _running(log_decay, places, step, 1, OPERAND)
-    rc, rf = _running(log_decay, places, token, LAG, OPERAND)
-    end_c, end_f = _at_end(log_decay, places, C, OPERAND)
-    seen = here[:, None] & (i[:, None] >= step[None, :] + LAG)
-    read = scores * _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
-    same = i[:, None] - HALF == pair[None, :] + (W - 1)
-    left = _exact(read + tl.where(same, tl.exp2((end_c - uc) + (end_f - uf))[None, :], 0.0), solved, OPERAND)
-    used = here | ((i >= HALF) & (i < HALF + C + W - 1))
-    by_s = left * (eta * tl.exp2(before_c + before_f))[None, :]
-    for begin in range(0, K, BK):
-        kk = begin + tl.arange(0, BK)
-        x = load_rows(x_at, there, kk, K).to(OPERAND)
-        queries = load_rows(q_at, here, kk, K).to(tl.float32)
-        tile = _wide_dot(by_s, x, OPERAND, PRECISION) - tl.exp2(rc + rf)[:, None] * queries
-        store_rows(_rows_of_map(lost, program, i, C, W, K), tile, used, kk, K)
-    if not AGAIN:
-        left *= eta[None, :]
-        v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
-        valued = exists(start + pair, own, 0, CARRIED)
-        for begin in range(0, V, BV):
-            columns = begin + tl.arange(0, BV)
-            y = load_rows(v_at, valued, columns, V).to(OPERAND)
-            at = _rows_of_map(made, program, i, C, W, V)
-            store_rows(at, _wide_dot(left, y, OPERAND, PRECISION), used, columns, V)
+        at, mask = _turned(x_at, kk, there, K)
+        x = tl.load(at, mask=mask, other=0.0).to(OPERAND)
+        at, mask = _turned(q_at, kk, here, K)
+        tile = -tl.load(at, mask=mask, other=0.0).to(tl.float32) * tl.exp2(rc + rf)[None, :]
+        at, mask = _turned(_rows_of_map(lost, program, e, C, W, K), kk, e < C, K)
+        tl.store(at, _right_wide(x, read_b, tile, OPERAND, PRECISION), mask=mask)
+        at, mask = _turned(_rows_of_map(lost, program, HALF + e, C, W, K), kk, e >= 0, K)
+        tl.store(at, _right_wide(x, b, tl.zeros([BK, HALF], tl.float32), OPERAND, PRECISION), mask=mask)
+    pair = e - (W - 1)
+    v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
+    valued = exists(start + pair, start + pair < count, 0, CARRIED)
+    for begin in range(0, V, BV):
+        columns = begin + tl.arange(0, BV)
+        none = tl.zeros([BV, HALF], tl.float32)
+        at, mask = _turned(v_at, columns, valued, V)
+        y = tl.load(at, mask=mask, other=0.0).to(OPERAND)
+        at, mask = _turned(_rows_of_map(made, program, e, C, W, V), columns, here, V)
+        tl.store(at, _right_wide(y, read_a, none, OPERAND, PRECISION), mask=mask)
+        at, mask = _turned(_rows_of_map(made, program, HALF + e, C, W, V), columns, e >= 0, V)
+        tl.store(at, _right_wide(y, a, none, OPERAND, PRECISION), mask=mask)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -232,7 +352,7 @@ def _carry(
     sequence, head = program // heads, program % heads
     low, count = span(sequence, bounds, length, PACKED)
     number = tl.load(first + sequence) if PACKED else sequence * longest
-    kk, i = tl.arange(0, BK), tl.arange(0, ROWS)
+    kk, i = tl.arange(0, BK), tl.arange(0, 2 * HALF)
     own, inside = _turned(program * K * V + kk * V, columns, kk < K, V)
     s = tl.load(memory + own, mask=inside, other=0.0) if CARRIED else tl.zeros([BV, BK], tl.float32)
     for start in range(0, count, C):
@@ -246,7 +366,7 @@ def _carry(
         x = load_rows(x_at, exists(start + pair, paired, SHIFT, CARRIED), kk, K).to(OPERAND)
         minus = load_rows(_rows_of_map(lost, chunk, i, C, W, K), here | paired, kk, K)
         at, mask = _turned(_rows_of_map(made, chunk, i, C, W, V), columns, here | paired, V)
-        change = -_negative(at, mask, ROWS, OPERAND)
+        change = -_negative(at, mask, 2 * HALF, OPERAND)
         change -= tl.dot(s.to(OPERAND), tl.trans(minus), input_precision=PRECISION)
         at, mask = _turned(token_rows(output, low + start, i, head, heads, V), columns, here, V)
         tl.store(at, change, mask=mask)
@@ -276,7 +396,7 @@ def _reverse(
     sequence, head = program // heads, program % heads
     low, count = span(sequence, bounds, length, PACKED)
     number = tl.load(first + sequence) if PACKED else sequence * longest
-    kk, i = tl.arange(0, BK), tl.arange(0, ROWS)
+    kk, i = tl.arange(0, BK), tl.arange(0, 2 * HALF)
     own, inside = _turned(program * K * V + kk * V, columns, kk < K, V)
     g = tl.load(grad_final + own, mask=inside, other=0.0) if FINAL else tl.zeros([BV, BK], tl.float32)
     chunks = tl.cdiv(count, C)
@@ -291,11 +411,250 @@ def _reverse(
         x = load_rows(x_at, exists(start + pair, paired, SHIFT, CARRIED), kk, K).to(OPERAND)
         minus = load_rows(_rows_of_map(lost, chunk, i, C, W, K), here | paired, kk, K)
         at, mask = _turned(token_rows(grad_output, low + start, i, head, heads, V), columns, here, V)
-        given = _negative(at, mask, ROWS, OPERAND)
+        given = _negative(at, mask, 2 * HALF, OPERAND)
         given -= tl.dot(g.to(OPERAND), tl.trans(x), input_precision=PRECISION)
         g = tl.dot(given.to(OPERAND), minus, g * tl.exp2(end_c + end_f), input_precision=PRECISION)
     if CARRIED:
         tl.store(grad_memory + own, g, mask=inside)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _adjoint(
+    q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, part_v,
+    bounds, first, owner, length, longest, heads, places,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
+    W: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+    LAG: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Y of the rows that write and, behind it, -J' Diag(w exp(u_{t-1})) Y, [chunks, H, C W + E, V]; of those rows the
+    sums of Y * V, [chunks, H, 2, C (W + 1)]; and the chunk's part of dV, [chunks, H, E, V]."""
+    program = tl.program_id(0).to(tl.int64)
+    weight, log_decay = weight + program * TILE, log_decay + program * TILE
+    grad_states += program * V * K
+    head = program % heads
+    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if start >= count:
+        return
+    e = tl.arange(0, HALF)
+    x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
+    for tile in range(0, (V + BV - 1) // BV):
+        columns = tile * BV + tl.arange(0, BV)
+        h = tl.zeros([BV, HALF], tl.float32)
+        for beginning in range(0, K, BK):
+            kk = beginning + tl.arange(0, BK)
+            x = load_rows(x_at, there, kk, K).to(OPERAND)
+            h = tl.dot(_load_state(grad_states, columns, kk, V, K), tl.trans(x), h, input_precision=PRECISION)
+        for back in range(0, (C + M - 1) // M):
+            begin = ((C + M - 1) // M - 1 - back) * M
+            at, present, token, slot, last, writes, reads = _block(
+                q, k, previous, tail_x, sequence, low, count, start, begin, head, heads, K, C, TILE, W, M, BLOCK,
+                SHIFT, CARRIED, LAG,
+            )  # fmt: skip
+            gram = tl.zeros([BLOCK, HALF], tl.float32)
+            own = tl.zeros([BLOCK, BLOCK], tl.float32)
+            for beginning in range(0, K, BK):
+                kk = beginning + tl.arange(0, BK)
+                rows = load_rows(at, present, kk, K).to(OPERAND)
+                gram = _gram(rows, load_rows(x_at, there, kk, K).to(OPERAND), gram)
+                own = _gram(rows, rows, own)
+            eta = tl.load(weight + token, mask=writes, other=0.0)
+            uc, uf = _u(log_decay, places, token, OPERAND)
+            tc, tf = _u(log_decay, places, last, OPERAND)
+            bc, bf, ec, ef = _bounds(log_decay, places, begin, M, TILE, OPERAND)
+            factor = tl.where(slot == W, 1.0, -eta)
+            after = _after(W, BLOCK, LAG, False)
+            n = own * _pairwise(tc[:, None], tf[:, None], uc[None, :], uf[None, :], after) * factor[:, None]
+            solved = _inverse(n, M, OPERAND)
+            gram *= (factor * tl.exp2((tc - bc) + (tf - bf)))[:, None]
+            none = tl.zeros([BV, BLOCK], tl.float32)
+            wanted = _left_wide(h, _places_turned(token + slot, e, slot < W).to(OPERAND), none, OPERAND, PRECISION)
+            given_at, mask = _turned(token_rows(grad_output, low + start, token, head, heads, V), columns, reads, V)
+            given = tl.load(given_at, mask=mask, other=0.0).to(tl.float32)
+            solution = _exact(wanted * tl.exp2((ec - uc) + (ef - uf))[None, :] + given, solved, none, OPERAND)
+            into, mask = _turned(_rows_of(y, program, token * W + slot, C * W + HALF, V), columns, writes, V)
+            tl.store(into, solution, mask=mask)
+            pair = token + slot - (W - 1)
+            v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
+            v_at, mask = _turned(v_at, columns, exists(start + pair, writes, 0, CARRIED), V)
+            products = tl.sum(solution * tl.load(v_at, mask=mask, other=0.0).to(tl.float32), 0)
+            into = _sums_of(sums, program, 0, token, slot, C, W)
+            tl.store(into, products + tl.load(into, mask=writes & (tile > 0), other=0.0), mask=writes)
+            h = _exact(solution, gram, h * tl.exp2((ec - bc) + (ef - bf)), OPERAND)
+        tl.debug_barrier()
+        dv = tl.zeros([HALF, BV], tl.float32)
+        found = tl.zeros([HALF, BV], tl.float32)
+        for beginning in range(0, C * W, 2 * HALF):
+            row = beginning + tl.arange(0, 2 * HALF)
+            token = row // W
+            inside = (token < C) & (start + token < count)
+            solution = load_rows(_rows_of(y, program, row, C * W + HALF, V), inside, columns, V).to(tl.float32)
+            eta = tl.load(weight + token, mask=inside, other=0.0)
+            tc, tf = _u(log_decay, places, tl.minimum(token, TILE) - 1, OPERAND)
+            fold = _places_turned(token + row % W, e, inside).to(OPERAND)
+            solution *= eta[:, None]
+            dv = tl.dot(fold, solution.to(OPERAND), dv, input_precision=PRECISION)
+            solution *= -tl.exp2(tc + tf)[:, None]
+            found = tl.dot(fold, solution.to(OPERAND), found, input_precision=PRECISION)
+        store_rows(_rows_of(part_v, program, e, HALF, V), dv, e >= 0, columns, V)
+        store_rows(_rows_of(y, program, C * W + e, C * W + HALF, V), found, e >= 0, columns, V)
+
+
+@triton.jit
+def _sums_of(sums, program, which, token, slot, C: tl.constexpr, W: tl.constexpr):
+    """Pointers to the sums of rows, of which there are two kinds."""
+    return sums + (program * 2 + which) * (C * (W + 1)) + token * (W + 1) + slot
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _gradients(
+    q, k, v, gain, ridge, previous, previous_valid, tail_x, tail_v, tail_valid, lengths, weight, log_decay, energy,
+    states, grad_output, grad_states, y, sums, grad_q, grad_gain, grad_ridge, grad_energy, part_x,
+    bounds, first, owner, length, longest, heads, places,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
+    W: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+    LAG: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr,
+    DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one chunk of one head: of q, gain and ridge, of the windows' sums behind the energies, [chunks, H,
+    TILE], and the chunk's part of dX but for these, [chunks, H, E, K].
+
+    M_C is left in the place of Y, and sums of rho * (Y; dO) beside those of Y * V, to be read in another order.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    weight, log_decay = weight + program * TILE, log_decay + program * TILE
+    states, grad_states = states + program * V * K, grad_states + program * V * K
+    head = program % heads
+    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if start >= count:
+        return
+    e, i = tl.arange(0, HALF), tl.arange(0, BLOCK)
+    x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
+    dp = tl.zeros([HALF, HALF], tl.float32)
+    df = tl.zeros([HALF, HALF], tl.float32)
+    for tile in range(0, (V + BV - 1) // BV):
+        columns = tile * BV + tl.arange(0, BV)
+        m = tl.zeros([BV, HALF], tl.float32)
+        for begin in range(0, C, M):
+            at, present, token, slot, last, writes, reads = _block(
+                q, k, previous, tail_x, sequence, low, count, start, begin, head, heads, K, C, TILE, W, M, BLOCK,
+                SHIFT, CARRIED, LAG,
+            )  # fmt: skip
+            gram = tl.zeros([HALF, BLOCK], tl.float32)
+            own = tl.zeros([BLOCK, BLOCK], tl.float32)
+            found = tl.zeros([BV, BLOCK], tl.float32)
+            for beginning in range(0, K, BK):
+                kk = beginning + tl.arange(0, BK)
+                rows = load_rows(at, present, kk, K).to(OPERAND)
+                gram = _gram(load_rows(x_at, there, kk, K).to(OPERAND), rows, gram)
+                own = _gram(rows, rows, own)
+                s = _load_state(states, columns, kk, V, K)
+                found = tl.dot(s, tl.trans(rows), found, input_precision=PRECISION)
+            eta = tl.load(weight + token, mask=writes, other=0.0)
+            uc, uf = _u(log_decay, places, token, OPERAND)
+            tc, tf = _u(log_decay, places, last, OPERAND)
+            bc, bf, ec, ef = _bounds(log_decay, places, begin, M, TILE, OPERAND)
+            sign = tl.where(slot == W, 1.0, -1.0)
+            after = _after(W, BLOCK, LAG, True)
+            n = own * _pairwise(tc[None, :], tf[None, :], uc[:, None], uf[:, None], after)
+            solved = _inverse(n * sign[None, :] * eta[:, None], M, OPERAND)
+            reach = tl.exp2((tc - bc) + (tf - bf))
+            gram *= (sign * reach)[None, :]
+            pair = token + slot - (W - 1)
+            v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
+            v_at, mask = _turned(v_at, columns, exists(start + pair, writes, 0, CARRIED), V)
+            told = tl.load(v_at, mask=mask, other=0.0).to(tl.float32) + found * (sign * tl.exp2(tc + tf))[None, :]
+            none = tl.zeros([BV, BLOCK], tl.float32)
+            rho = _exact(_exact(m, gram, told, OPERAND), solved, none, OPERAND)
+
+            solution = load_rows(_rows_of(y, program, token * W + slot, C * W + HALF, V), writes, columns, V)
+            given_at = token_rows(grad_output, low + start, token, head, heads, V)
+            solution += load_rows(given_at, reads, columns, V).to(OPERAND)
+            within = tl.dot(solution, rho.to(OPERAND), input_precision=PRECISION)
+            into = _sums_of(sums, program, 1, token, slot, C, W)
+            diagonal = tl.sum(tl.where(i[:, None] == i[None, :], within, 0.0), 1)
+            diagonal += tl.load(into, mask=(writes | reads) & (tile > 0), other=0.0)
+            tl.store(into, diagonal, mask=writes | reads)
+            factor = tl.where(slot == W, 1.0, -eta)
+            coupled = tl.dot(solution, m.to(OPERAND), input_precision=PRECISION) * (reach * factor)[:, None]
+            after = _after(W, BLOCK, LAG, False)
+            within *= _pairwise(tc[:, None], tf[:, None], uc[None, :], uf[None, :], after)
+            within *= factor[:, None] * eta[None, :]
+            fold = _places(token + slot, e, slot < W, OPERAND)
+            coupled = tl.dot(within.to(OPERAND), fold, coupled, input_precision=PRECISION).to(OPERAND)
+            dp = tl.dot(_places_turned(token, e, slot == W).to(OPERAND), coupled, dp, input_precision=PRECISION)
+            df = tl.dot(_places_turned(token + slot, e, slot < W).to(OPERAND), coupled, df, input_precision=PRECISION)
+            rho *= (eta * tl.exp2((ec - uc) + (ef - uf)))[None, :]
+            m = _left_wide(rho, fold, m * tl.exp2((ec - bc) + (ef - bf)), OPERAND, PRECISION)
+        tl.debug_barrier()
+        into, mask = _turned(_rows_of(y, program, e, C * W + HALF, V), columns, e >= 0, V)
+        tl.store(into, m, mask=mask)
+    tl.debug_barrier()
+
+    here = (e < C) & (start + e < count)
+    rc, rf = _u(log_decay, places, e - LAG, OPERAND)
+    end_c, end_f = _at_end(log_decay, places, C, OPERAND)
+    at_end = tl.exp2(end_c + end_f)
+    q_at = token_rows(q, low + start, e, head, heads, K)
+    given_at = token_rows(grad_output, low + start, e, head, heads, V)
+    of_read, of_written = tl.trans(dp).to(OPERAND), (df + tl.trans(df)).to(OPERAND)
+    kept = 0.0
+    for beginning in range(0, K, BK):
+        kk = beginning + tl.arange(0, BK)
+        dq = tl.zeros([HALF, BK], tl.float32)
+        dx = tl.zeros([HALF, BK], tl.float32)
+        left = tl.zeros([HALF, BK], tl.float32)
+        for tile in range(0, (V + BV - 1) // BV):
+            columns = tile * BV + tl.arange(0, BV)
+            s = _load_state(states, columns, kk, V, K)
+            g = _load_state(grad_states, columns, kk, V, K)
+            given = load_rows(given_at, here, columns, V).to(OPERAND)
+            kept += _product(s, g) * at_end
+            dq = tl.dot(given, s, dq, input_precision=PRECISION)
+            written = load_rows(_rows_of(y, program, e, C * W + HALF, V), e >= 0, columns, V)
+            left = tl.dot(written, g, left, input_precision=PRECISION)
+            found = load_rows(_rows_of(y, program, C * W + e, C * W + HALF, V), e >= 0, columns, V)
+            dx = tl.dot(found, s, dx, input_precision=PRECISION)
+        x = load_rows(x_at, there, kk, K).to(OPERAND)
+        kept += _product(x, left)
+        dq = tl.dot(dp.to(OPERAND), x, dq * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
+        store_rows(token_rows(grad_q, low + start, e, head, heads, K), dq, here, kk, K)
+        dx = tl.dot(of_written, x, dx + left, input_precision=PRECISION)
+        dx = tl.dot(of_read, load_rows(q_at, here, kk, K).to(OPERAND), dx, input_precision=PRECISION)
+        store_rows(_rows_of(part_x, program, e, HALF, K), dx, e >= 0, kk, K)
+
+    of_values = tl.zeros([HALF], tl.float32)
+    of_weight = tl.zeros([HALF], tl.float32)
+    for slot in tl.static_range(W):  # not as a tile: what follows would have its rows several times a thread
+        of_values += tl.load(_sums_of(sums, program, 0, e, slot, C, W), mask=here, other=0.0)
+        of_weight += tl.load(_sums_of(sums, program, 1, e, slot, C, W), mask=here, other=0.0)
+    read = tl.load(_sums_of(sums, program, 1, e, W, C, W), mask=here, other=0.0)
+
+    # Cotangents: of u_C `kept`, of u_t -w dw, of u_{t-1} `owed`, `read` of the one that is read. In owed - w dw, of
+    # which sums run over tokens, only the values are left. A step's decay is in u_t from its own token on, in u_{t-1}
+    # from the next.
+    eta = tl.load(weight + e, mask=here, other=0.0)
+    owed = eta * (of_weight - of_values)
+    grad_decay = tl.cumsum(read - eta * of_values, 0, reverse=True) - owed - read * LAG + kept
+
+    real = count
+    if MASKED:
+        real = tl.load(lengths + sequence).to(tl.int32)
+    place = start + e
+    row = (low + place) * heads + head
+    active = pair_exists(place, real, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED) & here
+    size = window_size(place, real, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    beta = tl.load(gain + row, mask=active, other=0.0).to(tl.float32)
+    coefficient = tl.zeros([HALF], tl.float32)
+    if RIDGE > 0:
+        coefficient = tl.load(ridge + row, mask=active, other=0.0).to(tl.float32)
+    statistic = tl.load(energy + program * TILE + e)
+    of_gain, of_ridge, of_energy = step_gradients(
+        beta, coefficient, statistic, of_weight / size, grad_decay, active, RIDGE, DIRECT, True, DETACH, EPSILON, FLOOR
+    )
+    tl.store(grad_gain + row, of_gain, mask=here)
+    if RIDGE > 0:
+        tl.store(grad_ridge + row, of_ridge, mask=here)
+    tl.store(grad_energy + program * TILE + e, of_energy / size, mask=here)
 
 
 @triton.jit
@@ -307,226 +666,6 @@ def _fold(i, pair, tile, W: tl.constexpr, OPERAND: tl.constexpr):
         return tl.dot(same.to(OPERAND), high, tl.dot(same.to(OPERAND), low))
     else:
         return tl.dot(same, tile, input_precision="tf32x3")
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def _adjoint(
-    q, k, v, previous, tail_x, tail_v, weight, log_decay, inverse, states, grad_output, grad_states, z, y, part_v,
-    bounds, first, owner, length, longest, heads, places,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
-    W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Z and Y [chunks, H, ROWS, V], and the chunk's part of dV, [chunks, H, E, V]."""
-    program = tl.program_id(0).to(tl.int64)
-    weight, log_decay = weight + program * TILE, log_decay + program * TILE
-    states, grad_states = states + program * V * K, grad_states + program * V * K
-    head = program % heads
-    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
-    if start >= count:
-        return
-    i = tl.arange(0, ROWS)
-    step = i // W
-    pair = step + i % W - (W - 1)
-    own = (step < C) & (start + step < count)
-    token = tl.minimum(i, C - 1)
-    here = (i < C) & (start + i < count)
-    x_at = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
-    there = exists(start + pair, own, SHIFT, CARRIED)
-    v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
-    valued = exists(start + pair, own, 0, CARRIED)
-    q_at = token_rows(q, low + start, i, head, heads, K)
-    given_at = token_rows(grad_output, low + start, i, head, heads, V)
-
-    scores = tl.zeros([ROWS, ROWS], tl.float32)
-    for begin in range(0, K, BK):
-        kk = begin + tl.arange(0, BK)
-        x = load_rows(x_at, there, kk, K).to(OPERAND)
-        queries = load_rows(q_at, here, kk, K).to(OPERAND)
-        scores = tl.dot(x, tl.trans(queries), scores, input_precision=PRECISION)
-    eta = tl.load(weight + step)
-    uc, uf = _running(log_decay, places, step, 0, OPERAND)
-    before_c, before_f = _running(log_decay, places, step, 1, OPERAND)
-    rc, rf = _running(log_decay, places, token, LAG, OPERAND)
-    end_c, end_f = _at_end(log_decay, places, C, OPERAND)
-    seen = here[None, :] & (i[None, :] >= step[:, None] + LAG)
-    scores *= _pairwise(rc[None, :], rf[None, :], uc[:, None], uf[:, None], seen)
-    read = scores.to(OPERAND)
-    to_end = tl.exp2((end_c - uc) + (end_f - uf))
-    inverse += program * (ROWS * ROWS)
-    for begin in range(0, V, BV):
-        columns = begin + tl.arange(0, BV)
-        found = tl.zeros([ROWS, BV], tl.float32)
-        dz = tl.zeros([ROWS, BV], tl.float32)
-        for beginning in range(0, K, BK):
-            kk = beginning + tl.arange(0, BK)
-            x = load_rows(x_at, there, kk, K).to(OPERAND)
-            s = _load_state(states, columns, kk, V, K)
-            found = tl.dot(x, tl.trans(s), found, input_precision=PRECISION)
-            g = _load_state(grad_states, columns, kk, V, K)
-            dz = tl.dot(x, tl.trans(g), dz, input_precision=PRECISION)
-        given = load_rows(given_at, here, columns, V).to(OPERAND)
-        dz = tl.dot(read, given, dz * to_end[:, None], input_precision=PRECISION)
-        values = load_rows(v_at, valued, columns, V).to(tl.float32)
-        residual = eta[:, None] * (values - tl.exp2(before_c + before_f)[:, None] * found)
-        solved = tl.load(inverse + i[:, None] * ROWS + i[None, :])
-        store_rows(_rows_of(z, program, i, ROWS, V), _exact(solved, residual, OPERAND), i >= 0, columns, V)
-        turned = tl.load(inverse + i[None, :] * ROWS + i[:, None])
-        solution = _exact(turned, dz, OPERAND)
-        store_rows(_rows_of(y, program, i, ROWS, V), solution, i >= 0, columns, V)
-        part = _fold(i, pair, eta[:, None] * solution, W, OPERAND)
-        store_rows(_rows_of(part_v, program, i, C + W - 1, V), part, i < C + W - 1, columns, V)
-
-
-@triton.jit
-def _by_token(numbers, step, i):
-    """[ROWS] sums over the rows of each token i."""
-    return tl.sum(tl.where(step[None, :] == i[:, None], numbers[None, :], 0.0), 1)
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def _gradients(
-    q, k, v, gain, ridge, previous, previous_valid, tail_x, tail_v, tail_valid, lengths, weight, log_decay, energy,
-    states, grad_output, grad_states, z, y, grad_q, grad_gain, grad_ridge, grad_energy, part_x,
-    bounds, first, owner, length, longest, heads, places,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
-    W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr,
-    MASKED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
-    FLOOR: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Gradients of one chunk of one head: of q, gain and ridge, of the windows' sums behind the energies, [chunks, H,
-    TILE], and the chunk's part of dX but for these, [chunks, H, E, K].
-
-    Products [ROWS, ROWS] that are left operands both ways round are formed twice, not transposed.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    weight, log_decay = weight + program * TILE, log_decay + program * TILE
-    states, grad_states = states + program * V * K, grad_states + program * V * K
-    head = program % heads
-    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
-    if start >= count:
-        return
-    i = tl.arange(0, ROWS)
-    step = i // W
-    pair = step + i % W - (W - 1)
-    own = (step < C) & (start + step < count)
-    token = tl.minimum(i, C - 1)
-    here = (i < C) & (start + i < count)
-    x_at = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
-    there = exists(start + pair, own, SHIFT, CARRIED)
-    v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
-    valued = exists(start + pair, own, 0, CARRIED)
-    q_at = token_rows(q, low + start, i, head, heads, K)
-    given_at = token_rows(grad_output, low + start, i, head, heads, V)
-    z_at, y_at = _rows_of(z, program, i, ROWS, V), _rows_of(y, program, i, ROWS, V)
-
-    eta = tl.load(weight + step)
-    uc, uf = _running(log_decay, places, step, 0, OPERAND)
-    before_c, before_f = _running(log_decay, places, step, 1, OPERAND)
-    rc, rf = _running(log_decay, places, token, LAG, OPERAND)
-    end_c, end_f = _at_end(log_decay, places, C, OPERAND)
-    at_end = tl.exp2(end_c + end_f)
-
-    scores = tl.zeros([ROWS, ROWS], tl.float32)
-    system = tl.zeros([ROWS, ROWS], tl.float32)
-    gained = tl.zeros([ROWS], tl.float32)
-    for begin in range(0, V, BV):
-        columns = begin + tl.arange(0, BV)
-        given = load_rows(given_at, here, columns, V).to(OPERAND)
-        residual = load_rows(z_at, i >= 0, columns, V)
-        solution = load_rows(y_at, i >= 0, columns, V)
-        values = load_rows(v_at, valued, columns, V).to(tl.float32)
-        gained += tl.sum(solution.to(tl.float32) * values, 1)
-        scores = tl.dot(given, tl.trans(residual), scores, input_precision=PRECISION)
-        system = tl.dot(solution, tl.trans(residual), system, input_precision=PRECISION)
-    gained = _settled(gained, i)
-    seen = here[:, None] & (i[:, None] >= step[None, :] + LAG)
-    scores_left = (scores * _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], seen)).to(OPERAND)
-    system_left = (-system * _between(step, log_decay, places, OPERAND)).to(OPERAND)
-
-    read = tl.zeros([ROWS], tl.float32)
-    for beginning in range(0, K, BK):
-        kk = beginning + tl.arange(0, BK)
-        dq = tl.zeros([ROWS, BK], tl.float32)
-        for begin in range(0, V, BV):
-            columns = begin + tl.arange(0, BV)
-            given = load_rows(given_at, here, columns, V).to(OPERAND)
-            dq = tl.dot(given, _load_state(states, columns, kk, V, K), dq, input_precision=PRECISION)
-        x = load_rows(x_at, there, kk, K).to(OPERAND)
-        dq = tl.dot(scores_left, x, dq * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
-        store_rows(token_rows(grad_q, low + start, i, head, heads, K), dq, here, kk, K)
-        read += tl.sum(load_rows(q_at, here, kk, K).to(tl.float32) * dq, 1)
-    read = _settled(read, i)
-
-    scores = tl.zeros([ROWS, ROWS], tl.float32)
-    system = tl.zeros([ROWS, ROWS], tl.float32)
-    for begin in range(0, V, BV):
-        columns = begin + tl.arange(0, BV)
-        given = load_rows(given_at, here, columns, V).to(OPERAND)
-        residual = load_rows(z_at, i >= 0, columns, V)
-        solution = load_rows(y_at, i >= 0, columns, V)
-        scores = tl.dot(residual, tl.trans(given), scores, input_precision=PRECISION)
-        system = tl.dot(residual, tl.trans(solution), system, input_precision=PRECISION)
-    seen = here[None, :] & (i[None, :] >= step[:, None] + LAG)
-    scores_turned = (scores * _pairwise(rc[None, :], rf[None, :], uc[:, None], uf[:, None], seen)).to(OPERAND)
-    earlier = step[None, :] > step[:, None]
-    decay = _pairwise(before_c[None, :], before_f[None, :], uc[:, None], uf[:, None], earlier)
-    system_turned = (-system * decay * eta[None, :]).to(OPERAND)
-
-    decayed = tl.zeros([ROWS], tl.float32)
-    written = tl.zeros([ROWS], tl.float32)
-    kept = 0.0
-    for beginning in range(0, K, BK):
-        kk = beginning + tl.arange(0, BK)
-        x = load_rows(x_at, there, kk, K).to(OPERAND)
-        queries = load_rows(q_at, here, kk, K).to(OPERAND)
-        dx = tl.zeros([ROWS, BK], tl.float32)
-        left = tl.zeros([ROWS, BK], tl.float32)
-        for begin in range(0, V, BV):
-            columns = begin + tl.arange(0, BV)
-            residual = load_rows(z_at, i >= 0, columns, V)
-            solution = load_rows(y_at, i >= 0, columns, V)
-            s = _load_state(states, columns, kk, V, K)
-            g = _load_state(grad_states, columns, kk, V, K)
-            kept += _product(s, g) * at_end
-            dx = tl.dot(solution, s, dx, input_precision=PRECISION)
-            left = tl.dot(residual, g, left, input_precision=PRECISION)
-        dx = tl.dot(system_left, x, dx * -tl.exp2(before_c + before_f)[:, None], input_precision=PRECISION)
-        left *= tl.exp2((end_c - uc) + (end_f - uf))[:, None]
-        kept += _product(x, left)
-        left = tl.dot(scores_turned, queries, left, input_precision=PRECISION)
-        left = tl.dot(system_turned, x, left, input_precision=PRECISION)
-        decayed += tl.sum(x.to(tl.float32) * dx, 1)
-        written += tl.sum(x.to(tl.float32) * left, 1)
-        part = _fold(i, pair, left + eta[:, None] * dx, W, OPERAND)
-        store_rows(_rows_of(part_x, program, i, C + W - 1, K), part, i < C + W - 1, kk, K)
-
-    # As in triton_regression.py: cotangents of u_C `kept`, of u_t -`written`, of u_{t-1} `owed`, `read` of the one that
-    # is read; summed over tokens as they are, so that what a pair of tokens has in two of them cancels.
-    owed = _by_token(eta * decayed, step, i)
-    written = _by_token(written, step, i)
-    grad_decay = tl.cumsum(read + owed - written, 0, reverse=True) - owed - read * LAG + kept
-
-    real = count
-    if MASKED:
-        real = tl.load(lengths + sequence).to(tl.int32)
-    place = start + i
-    row = (low + place) * heads + head
-    active = pair_exists(place, real, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED) & here
-    size = window_size(place, real, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    beta = tl.load(gain + row, mask=active, other=0.0).to(tl.float32)
-    coefficient = tl.zeros([ROWS], tl.float32)
-    if RIDGE > 0:
-        coefficient = tl.load(ridge + row, mask=active, other=0.0).to(tl.float32)
-    statistic = tl.load(energy + program * TILE + token)
-    of_weight = _by_token(gained + decayed, step, i)
-    of_gain, of_ridge, of_energy = step_gradients(
-        beta, coefficient, statistic, of_weight / size, grad_decay, active, RIDGE, DIRECT, True, DETACH, EPSILON, FLOOR
-    )
-    tl.store(grad_gain + row, of_gain, mask=here)
-    if RIDGE > 0:
-        tl.store(grad_ridge + row, of_ridge, mask=here)
-    tl.store(grad_energy + program * TILE + i, of_energy / size, mask=here)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -542,26 +681,31 @@ def _add_bound(
     if start >= count:
         return
     i = tl.arange(0, ROWS)
-    step = i // W
-    pair = step + i % W - (W - 1)
-    own = (step < C) & (start + step < count)
-    given = tl.load(grad_energy + program * TILE + step, mask=own, other=0.0)
-    left = bound_gradients(
-        k, previous, tail_x, sequence, low, count, start, i, head, heads, given, K, BK, W, SHIFT, CARRIED
-    )
-    at = _rows_of(part_x, program, i, C + W - 1, K)
-    for begin in range(0, K, BK):
-        kk = begin + tl.arange(0, BK)
-        x = window_rows(k, previous, tail_x, sequence, low, count, start, pair, head, heads, kk, K, W, SHIFT, CARRIED)
-        part = _fold(i, pair, tl.dot(left, x, input_precision="tf32x3"), W, OPERAND)
-        part += load_rows(at, i < C + W - 1, kk, K).to(tl.float32)
-        store_rows(at, part, i < C + W - 1, kk, K)
+    at = _rows_of(part_x, program, i, HALF, K)
+    for begin in range(0, C, ROWS // W):
+        step = begin + i // W
+        pair = step + i % W - (W - 1)
+        own = (i // W < ROWS // W) & (step < C) & (start + step < count)
+        given = tl.load(grad_energy + program * TILE + step, mask=own, other=0.0)
+        left = bound_gradients(
+            k, previous, tail_x, sequence, low, count, start + begin, i, head, heads, given, K, BK, W, SHIFT, CARRIED
+        )
+        for beginning in range(0, K, BK):
+            kk = beginning + tl.arange(0, BK)
+            x = window_rows(
+                k, previous, tail_x, sequence, low, count, start, pair, head, heads, kk, K, W, SHIFT, CARRIED
+            )
+            part = _fold(i, pair, tl.dot(left, x, input_precision="tf32x3"), W, OPERAND)
+            part += load_rows(at, i < HALF, kk, K).to(tl.float32)
+            tl.debug_barrier()
+            store_rows(at, part, i < HALF, kk, K)
+        tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _collect(
-    k, previous, tail_x, grad_energy, part_x, part_v, grad_k, grad_v, grad_previous, grad_tail_x, grad_tail_v,
-    bounds, first, owner, length, longest, heads,
+    k, previous, tail_x, top, grad_energy, part_x, part_v, grad_k, grad_v, grad_previous, grad_tail_x, grad_tail_v,
+    bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, PACKED: tl.constexpr, SMOOTHNESS: tl.constexpr,
     REACH: tl.constexpr,
@@ -584,10 +728,8 @@ def _collect(
     if SMOOTHNESS < 2:
         windowed = (row < C + W - 1) & (start + row < count)
         at = ((number + row // C) * heads + head) * TILE + row % C
-        band = window_gradients(
-            k, previous, tail_x, sequence, low, count, start, row, head, heads,
-            tl.load(grad_energy + at, mask=windowed, other=0.0), K, BK, W, SHIFT, CARRIED, SMOOTHNESS,
-        )  # fmt: skip
+        given = tl.load(grad_energy + at, mask=windowed, other=0.0)
+        band = window_gradients(top, places, at, windowed, row, given, W, SMOOTHNESS)
     into = x_rows(grad_k, grad_previous, grad_tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
     there = exists(start + pair, own, SHIFT, CARRIED)
     for begin in range(0, K, BK):
@@ -612,7 +754,7 @@ def _collect(
         total *= 2.0
         for after in tl.static_range((C + W - 2) // C + 1):
             inside = there & (row >= after * C) & (start + after * C < count)
-            part = _rows_of(part_x, program + after * heads, row - after * C, C + W - 1, K)
+            part = _rows_of(part_x, program + after * heads, row - after * C, HALF, K)
             total += load_rows(part, inside, columns, K).to(tl.float32)
         store_rows(into, total, there, columns, K)
         if SHIFT:  # the last key is a write feature of the next call, through the state
@@ -624,7 +766,7 @@ def _collect(
         total = tl.zeros([REACH, BV], tl.float32)
         for after in tl.static_range((C + W - 2) // C + 1):
             inside = own & (row >= after * C) & (start + after * C < count)
-            part = _rows_of(part_v, program + after * heads, row - after * C, C + W - 1, V)
+            part = _rows_of(part_v, program + after * heads, row - after * C, HALF, V)
             total += load_rows(part, inside, columns, V).to(tl.float32)
         store_rows(into, total, own, columns, V)
 
@@ -637,7 +779,10 @@ def kept(layout: Layout, shape: tuple[int, ...], value_dim: int, window: int, dt
     *_, heads, key_dim = shape
     shapes = triton_schedule.shapes(layout, heads, window, triton_schedule.parts(dtype))
     numbers: list[Shape | None] = [(n, torch.float32) for n in shapes]
-    return [*numbers, None, ((layout.chunks, heads, value_dim, key_dim), operand_dtype(dtype)), None]
+    wide = operand_dtype(dtype)
+    lost = (layout.chunks, heads, layout.chunk + HALF.value, key_dim)
+    top = ((window, *shapes[2]), torch.float32) if window <= LARGEST_EXACT_WINDOW else None
+    return [*numbers, top, ((layout.chunks, heads, value_dim, key_dim), wide), (lost, wide)]
 
 
 class Plan:
@@ -650,25 +795,29 @@ class Plan:
     ):  # fmt: skip
         *_, heads, key_dim = shape
         window, chunks = options.window, layout.chunks * heads
-        rows, tile = ROWS.value, triton.next_power_of_2(layout.chunk + window - 1)
+        pairs = HALF.value
+        rows, tokens = block(window)
         self.operand = operand_dtype(dtype)
         self.states = (layout.chunks, heads, value_dim, key_dim)
         self.schedule = triton_schedule.Plan(
             layout, heads, key_dim, options, masked, carried, triton_schedule.parts(dtype), aligned
         )
-        self.inverse = (chunks, rows, rows)
-        self.solved = (chunks, rows, value_dim)
-        self.lost, self.made = ((chunks, 2 * layout.chunk + window - 1, width) for width in (key_dim, value_dim))
-        self.parts = tuple((chunks, layout.chunk + window - 1, width) for width in (key_dim, value_dim))
-        self.energies = (chunks, tile)
+        self.solved = (chunks, layout.chunk * window + pairs, value_dim)
+        self.lost, self.made = ((layout.chunks, heads, layout.chunk + pairs, width) for width in (key_dim, value_dim))
+        self.parts = tuple((chunks, pairs, width) for width in (key_dim, value_dim))
+        self.by_token = (chunks, pairs)
+        self.sums = (chunks, 2, layout.chunk * (window + 1))
+        self.exact = options.smoothness == SMOOTHNESS["exact"]
+        self.top = (window, *self.schedule.shapes[2]) if window <= LARGEST_EXACT_WINDOW else None
         self.across = (layout.length, layout.longest, heads)
-        self.numbers = (*self.across, chunks * tile)
+        self.numbers = (*self.across, chunks * pairs)
         size = self.operand.itemsize
         key_tile, value_width = (launch.padded(d, size) for d in (key_dim, value_dim))
         sizes = sizes or launch.window(device, size, key_tile)
 
         base = {
-            "K": key_dim, "V": value_dim, "C": layout.chunk, "TILE": tile, "W": window, "SHIFT": int(options.shifted),
+            "K": key_dim, "V": value_dim, "C": layout.chunk, "TILE": pairs, "W": window, "M": tokens, "BLOCK": rows,
+            "SHIFT": int(options.shifted),
             "CARRIED": carried, "PACKED": layout.packed, "OPERAND": OPERANDS[self.operand], "LAG": int(before),
             # float16 inputs are multiplied as tf32: as precise, without the overflow of what comes from the memory
             "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
@@ -692,7 +841,7 @@ class Plan:
             programs = layout.sequences * heads * -(-value_dim // config.value_tile)
             return launcher(kernel, programs, config, {"BK": key_tile, "BV": config.value_tile}, *flags)
 
-        self.local = across(_local, sizes.local, "AGAIN")
+        self.local = across(_local, sizes.local)
         self.carry = along(_carry, sizes.carry, "STORE", "FINAL")
         self.reverse = along(_reverse, sizes.reverse, "FINAL")
         self.adjoint = across(_adjoint, sizes.adjoint)
@@ -705,17 +854,16 @@ def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: 
     """Fills `output` [B, T, H, V] and, where given, `final` [S, H, K, V]."""
     q, k, v, tables = call.q, call.k, call.v, call.tables
     previous, _, tail_x, tail_v, _ = call.before
-    weight, log_decay, energy = triton_schedule.forward(plan.schedule, call)
+    top = None if plan.top is None else torch.empty(plan.top, dtype=torch.float32, device=q.device)
+    weight, log_decay, energy = triton_schedule.forward(plan.schedule, call, top if plan.exact else None)
     states = torch.empty(plan.states, dtype=plan.operand, device=q.device) if keep else None
     lost, made = (torch.empty(s, dtype=plan.operand, device=q.device) for s in (plan.lost, plan.made))
-    plan.local(
-        q, k, v, previous, tail_x, tail_v, weight, log_decay, lost, made, None, *tables, *plan.numbers, flags=(False,)
-    )
+    plan.local(q, k, v, previous, tail_x, tail_v, weight, log_decay, lost, made, *tables, *plan.numbers)
     plan.carry(
         k, previous, tail_x, log_decay, call.memory, lost, made, output, states, final, *tables[:2], *plan.numbers,
         flags=(states is not None, final is not None),
     )  # fmt: skip
-    return Kept(weight, log_decay, energy, states=states)
+    return Kept(weight, log_decay, energy, top, states, lost)
 
 
 def backward(
@@ -723,37 +871,31 @@ def backward(
 ) -> None:
     q, k, v, tables = call.q, call.k, call.v, call.tables
     previous, previous_valid, tail_x, tail_v, tail_valid = call.before
-    weight, log_decay, energy, _, states, _ = kept
+    weight, log_decay, energy, top, states, lost = kept
 
     def empty(shape, dtype=plan.operand):
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    lost, inverse, grad_states = empty(plan.lost), empty(plan.inverse, torch.float32), empty(plan.states)
-    plan.local(
-        q, k, v, previous, tail_x, tail_v, weight, log_decay, lost, None, inverse, *tables, *plan.numbers,
-        flags=(True,),
-    )  # fmt: skip
+    grad_states = empty(plan.states)
     plan.reverse(
         k, previous, tail_x, log_decay, lost, grad_output, grad_final, grad_states, into.memory, *tables[:2],
         *plan.numbers, flags=(grad_final is not None,),
     )  # fmt: skip
-    del lost
-    z, y, (part_x, part_v) = empty(plan.solved), empty(plan.solved), (empty(s) for s in plan.parts)
+    y, sums, (part_x, part_v) = empty(plan.solved), empty(plan.sums, torch.float32), map(empty, plan.parts)
     plan.adjoint(
-        q, k, v, previous, tail_x, tail_v, weight, log_decay, inverse, states, grad_output, grad_states, z, y, part_v,
-        *tables, *plan.numbers,
+        q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, part_v, *tables,
+        *plan.numbers,
     )  # fmt: skip
-    del inverse
-    grad_energy = empty(plan.energies, torch.float32)
+    grad_energy = empty(plan.by_token, torch.float32)
     plan.gradients(
         q, k, v, call.gain, call.ridge, previous, previous_valid, tail_x, tail_v, tail_valid, call.lengths, weight,
-        log_decay, energy, states, grad_output, grad_states, z, y, into.q, into.gain, into.ridge, grad_energy, part_x,
-        *tables, *plan.numbers,
+        log_decay, energy, states, grad_output, grad_states, y, sums, into.q, into.gain, into.ridge, grad_energy,
+        part_x, *tables, *plan.numbers,
     )  # fmt: skip
-    del z, y
+    del y
     if plan.add_bound is not None:
         plan.add_bound(k, previous, tail_x, grad_energy, part_x, *tables, *plan.across)
     plan.collect(
-        k, previous, tail_x, grad_energy, part_x, part_v, into.k, into.v, into.before.previous_key, into.before.tail_x,
-        into.before.tail_v, *tables, *plan.across,
+        k, previous, tail_x, top, grad_energy, part_x, part_v, into.k, into.v, into.before.previous_key,
+        into.before.tail_x, into.before.tail_v, *tables, *plan.numbers,
     )  # fmt: skip
