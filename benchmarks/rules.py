@@ -243,14 +243,14 @@ def table(results: dict) -> str:
     lines += ["", "| kernel, ms: floor, came | " + " | ".join(SHAPES) + " |", "|---" * (len(SHAPES) + 1) + "|"]
     for work, kernels in MOVED.items():
         for kernel, moved in kernels.items():
-            line = f"| {work} `{kernel}` |"
-            if not any(f"{work}@{shape}" in results["kernels"] for shape in SHAPES):
+            runs = [results["kernels"].get(f"{work}@{shape}", {}).get("both", {}).get(kernel) for shape in SHAPES]
+            if not any(runs):
                 continue
-            for shape in SHAPES:
-                came = results["kernels"].get(f"{work}@{shape}", {}).get("both", {}).get(kernel)
-                line += "" if came is None else f" {floor_ms(SHAPES[shape], moved):.3f}, {came:.3f}"
-                line += " |"
-            lines.append(line)
+            cells = (
+                "" if came is None else f"{floor_ms(SHAPES[shape], moved):.3f}, {came:.3f}"
+                for shape, came in zip(SHAPES, runs, strict=True)
+            )
+            lines.append(f"| {work} `{kernel}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

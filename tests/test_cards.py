@@ -81,9 +81,18 @@ def test_kernels_readme_has_the_measured_times(monkeypatch):
     shares = [f"{r['rule']} {r['share of copy']:.2f}" for r in results("step")["rows"] if r["B, H, K = V"][:2] == "64"]
     assert len(shares) == 6
     assert ", ".join(shares) in " ".join(readme.split())
-    young = {row["rule"]: row["both GPU, ms"] for row in results("triton_times")["rows"]}
-    times = [young[rule] for rule in ("falcon_2", "falcon_2a", "falcon_3")]
-    assert "backward take {:.2f}, {:.2f} and {:.2f} ms".format(*times) in readme
+    assert table(results("channel_and_window")).split("\n\n")[0] in readme
+    measured = results("triton_times")
+    rows = {row["shape"]: row for row in measured["rows"] if row["rule"] == "falcon_1"}
+    first = ("32x1024x12x64", "8x4096x16x128")
+    gpu, extra = (
+        " and ".join(f"{rows[s][n]:{f}}" for s in first)
+        for n, f in (("both GPU, ms", ".2f"), ("both extra MiB", ".0f"))
+    )
+    assert f"take {gpu} ms on the GPU at the first two shapes, and {extra} extra MiB" in " ".join(readme.split())
+    for kernel in ("_pass", "_reverse_pass"):
+        came = " and ".join(f"{measured['kernels'][f'falcon_1@{s}']['both'][kernel]:.2f}" for s in first)
+        assert f"{came} came" in " ".join(readme.split())
 
 
 def test_readme_says_what_taking_tokens_back_costs():
