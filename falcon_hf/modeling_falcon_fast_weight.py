@@ -411,6 +411,18 @@ def _own_shard(parameter: Tensor) -> Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """What matrix products of x are made in."""
+    kind = x.device.type
+    narrowed = x.dtype == torch.float32 and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if narrowed else x.dtype
+
+
+def _for_products(x: Tensor) -> Tensor:
+    """x as autocast would else cast it for each of several products."""
+    return x.to(_product_dtype(x))
+
+
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -447,13 +459,13 @@ class FalconFastWeightDecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, attention_mask=None, cu_seqlens: Tensor | None = None, **kwargs) -> Tensor:
         residual = hidden_states
-        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states = _for_products(self.input_layernorm(hidden_states))
         if self.layer_type == "linear_attention":
             hidden_states = self.linear_attn(hidden_states, attention_mask, kwargs.get(CACHE_NAME), cu_seqlens)
         else:
             hidden_states, _ = self.self_attn(hidden_states=hidden_states, attention_mask=attention_mask, **kwargs)
         hidden_states, normed = add_norm(residual, hidden_states, self.post_attention_layernorm)
-        return hidden_states + self.mlp(normed)
+        return hidden_states + self.mlp(_for_products(normed))
 
 
 class FalconFastWeightPreTrainedModel(PreTrainedModel):
@@ -727,6 +739,29 @@ def _document_bounds(cu_seq_lens, seq_idx, position_ids, attention_mask, cache, 
     return torch.cat([starts, starts.new_tensor([batch * length])])
 
 
+class Head(nn.Linear):
+    """To logits.
+
+    On a GPU, kernels are slow for rows of 16-bit numbers that do not end at a whole 16 bytes. The weight of such a
+    vocabulary is made up with rows of zeros, where there are enough tokens to be worth its copy.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        missing = _missing_rows(self.weight, x)
+        if not missing:
+            return super().forward(x)
+        return F.linear(x, F.pad(self.weight, (0, 0, 0, missing)))[..., :-missing].contiguous()
+
+
+def _missing_rows(weight: Tensor, x: Tensor) -> int:
+    """How many rows a head's weight should have in addition for inputs x."""
+    slow = x.device.type == "cuda" and _product_dtype(x).itemsize == 2 and type(weight) is nn.Parameter
+    return -weight.shape[0] % 8 if slow and x.shape[:-1].numel() >= FEWEST_TOKENS else 0
+
+
+FEWEST_TOKENS = 128
+
+
 class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMixin):
     """The language model: hidden states and a head that predicts the next token."""
 
@@ -741,7 +776,7 @@ class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMix
         super().__init__(config)
         self.model = FalconFastWeightModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple

@@ -85,10 +85,8 @@ def test_kernels_readme_has_the_measured_times(monkeypatch):
     measured = results("triton_times")
     rows = {row["shape"]: row for row in measured["rows"] if row["rule"] == "falcon_1"}
     first = ("32x1024x12x64", "8x4096x16x128")
-    gpu, extra = (
-        " and ".join(f"{rows[s][n]:{f}}" for s in first)
-        for n, f in (("both GPU, ms", ".2f"), ("both extra MiB", ".0f"))
-    )
+    gpu = " and ".join(f"{rows[s]['both GPU, ms']:.2f}" for s in first)
+    extra = " and ".join(f"{rows[s]['both extra MiB']:.0f}" for s in first)
     assert f"take {gpu} ms on the GPU at the first two shapes, and {extra} extra MiB" in " ".join(readme.split())
     for kernel in ("_pass", "_reverse_pass"):
         came = " and ".join(f"{measured['kernels'][f'falcon_1@{s}']['both'][kernel]:.2f}" for s in first)

@@ -18,6 +18,7 @@ from falcon_hf import (
     FalconFastWeightModel,
     falcon_cache,
 )
+from falcon_hf import modeling_falcon_fast_weight as modeling
 from falcon_hf.modeling_falcon_fast_weight import LONGEST_MEMORY, SHORTEST_MEMORY
 
 EXACT = {"atol": 1e-11, "rtol": 0}  # float64 logits of order 1 to 10; errors of 1e-13 were measured
@@ -363,3 +364,52 @@ def test_importing_registers_the_model_twice_without_triton_or_output():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout == ""
+
+
+@pytest.mark.parametrize("vocab_size", [40, 41, 47])
+def test_a_weight_made_up_to_whole_16_bytes_changes_nothing(vocab_size, monkeypatch):
+    """Neither logits nor gradients; and a loss may look at the logits as one long row."""
+    ids, found = tokens(2, 9).clamp(max=39), []
+    for missing in (0, -vocab_size % 8):
+        monkeypatch.setattr(modeling, "_missing_rows", lambda weight, x, missing=missing: missing)
+        model = tiny_model(vocab_size=vocab_size).train()
+        out = model(ids, labels=ids)
+        assert out.logits.is_contiguous()
+        out.loss.backward()
+        found.append([out.logits, *(p.grad for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_odd_vocabulary_on_a_gpu(autocast):
+    torch.manual_seed(0)
+    head = modeling.Head(64, 1001, bias=False).cuda()
+    x = torch.randn(1, modeling.FEWEST_TOKENS, 64, device="cuda")
+    if not autocast:
+        head, x = head.bfloat16(), x.bfloat16()
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        assert modeling._missing_rows(head.weight, x) == 7
+        assert modeling._missing_rows(head.weight, x[:, 1:]) == 0
+        found, expected = head(x), torch.nn.functional.linear(x, head.weight)
+    assert found.shape == expected.shape
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_autocast_narrows_the_inputs_of_products_once(monkeypatch):
+    """What a linear layer is given under autocast is bfloat16 already; float32 and float64 stay what they are."""
+    seen = []
+    given = torch.nn.Linear.forward
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: seen.append(x.dtype) or given(self, x))
+    model, ids = tiny_model(torch.float32), tokens(2, 9)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids)
+    of_layers = [dtype for dtype in seen[:-1] if dtype != torch.bfloat16]  # the last is the head's, which is one
+    assert not of_layers
+    seen.clear()
+    model(ids)
+    model.double()(ids)
+    assert set(seen) == {torch.float32, torch.float64}
