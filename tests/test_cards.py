@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 CARD = ROOT / "model_cards" / "falcon-3a.3-tiny"
+TRANSFORMER = "bytes of the Transformer's"
 
 
 def results(name):
@@ -104,3 +105,37 @@ def test_readme_says_what_a_token_takes_on_a_cpu():
     ratios = {row["model"]: f"{row['ratio']:.2f}" for row in results("cpu_decoding")["rows"]}
     assert f"takes {ratios['falcon-1a.3-130m']} times the time of its linear layers alone" in readme
     assert f"after 128 tokens, {ratios['llama-130m']} times" in readme
+
+
+def test_readme_has_the_speed_of_decoding_on_a_gpu():
+    readme = (ROOT / "README.md").read_text()
+    rows: dict[tuple[str, str], dict[int, float]] = {}
+    for row in results("device_decoding")["rows"]:
+        rows.setdefault((row["model"], row["way"]), {})[row["rows"]] = row["tokens/s"]
+    shown = [speeds for (_, way), speeds in rows.items() if way != "generate, without graphs"]
+    assert len(shown) == 6
+    for speeds in shown:
+        assert f" | {speeds[1]:,.0f} | {speeds[64]:,.0f} |" in readme
+    rows = {row["context"]: row for row in results("device_decoding_contexts")["rows"] if row["way"] == "generate"}
+    short, long = rows[128], rows[131_072]
+    said = (
+        f"takes {short['ms per token']:.2f} ms after 128 tokens and {long['ms per token']:.2f} ms after 131,072, where "
+    )
+    said += f"{long['bytes'] / 1e6:.1f} MB are kept; that Llama's keys and values are "
+    said += f"{long[TRANSFORMER] / 1e9:.1f} GB there"
+    assert said in " ".join(readme.split())
+
+
+def test_recipes_readme_has_the_speed_of_training():
+    readme, measured = " ".join((ROOT / "examples" / "README.md").read_text().split()), results("training")
+    rows = [row for row in measured["rows"] if not row["failure"]]
+    assert len(rows) == 8
+    for row in rows:
+        assert f" | {row['tokens/s']:,} | {row['peak GiB']:.1f} |" in readme
+    profile = measured["profiles"]["falcon_3a 32x1024 plain"]
+    parts = (("align1",), ("direct_copy", "bfloat16_copy"), ("SoftMax",))
+    head, casts, softmax = (
+        sum(k["ms"] for k in profile["kernels"] if any(name in k["kernel"] for name in names)) for names in parts
+    )
+    assert f"Of the {profile['ms']:.0f} ms of a step of Falcon-3A.3 at 32x1024, {head:.0f} were the product" in readme
+    assert f"{casts:.0f} casts between float32 and bfloat16, and {softmax:.0f} the loss's softmax" in readme
