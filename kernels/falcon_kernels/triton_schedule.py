@@ -169,10 +169,9 @@ def _forward(
     tl.store(weight + number, eta)
     tl.store(log_decay + number, decay)
     tl.store(energy + number, statistic)
-    if SMOOTHNESS == 1:
-        if top is not None:
-            for a in tl.static_range(W):
-                tl.store(top + a * behind + number, unit[a])
+    if SMOOTHNESS == 1 and top is not None:
+        for a in tl.static_range(W):
+            tl.store(top + a * behind + number, unit[a])
     if W > 1:
         tl.store(weight + behind + number, window_sum(eta, step, -1, W, decay))
 
