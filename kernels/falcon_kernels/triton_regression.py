@@ -701,6 +701,15 @@ def _product(a, b):
     return tl.sum(a.to(tl.float32) * b.to(tl.float32))
 
 
+@triton.jit
+def _solved(transposed, y_or_dz, SOLVED: tl.constexpr, PRECISION: tl.constexpr):
+    """Y in float32."""
+    if SOLVED:
+        return y_or_dz.to(tl.float32)
+    else:
+        return tl.dot(transposed, y_or_dz, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def _gradients(
     q, k, v, gain, ridge, previous, previous_valid, lengths, weight, log_decay, energy, inverse, states, z,
@@ -712,7 +721,7 @@ def _gradients(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk of one head: of q, v and the write features where their keys lie, of gain and ridge.
-    From Y where SOLVED, else from dZ, whose place Y takes where the value channels are several tiles.
+    From Y where SOLVED, else from dZ.
 
     Products [C, C] that are left operands both ways round are formed twice, not transposed. Where all channels are one
     tile, operands of products are loaded once, before all products.
@@ -758,28 +767,21 @@ def _gradients(
     rc, rf = _running(log_decay, places, i, LAG, OPERAND)
     before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
     end_c, end_f = _at_end(log_decay, places, C, OPERAND)
+    transposed = y if SOLVED else _inverse_of(inverse, program, i[None, :], i[:, None], 0, C, OPERAND)
     kept = _product(s, g) * tl.exp2(end_c + end_f)
     minus = -tl.exp2((before_c - rc) + (before_f - rf))
 
     # dP, and dA without exp(u_{i-1} - r_i), which Y has already
-    if not SOLVED:
-        transposed = _inverse_of(inverse, program, i[None, :], i[:, None], 0, C, OPERAND)
-        y = tl.dot(transposed, y, input_precision=PRECISION)
-    found = (minus[:, None] * y.to(tl.float32)).to(OPERAND)
+    y = _solved(transposed, y, SOLVED, PRECISION)
+    found = (minus[:, None] * y).to(OPERAND)
     gained = tl.zeros([C], tl.float32)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
         if V > BV:
             values = load_rows(v_at, here, columns, V)
-            if SOLVED:
-                y = load_rows(y_at, here, columns, V)
-            else:  # once: Y in the place of dZ
-                y = tl.dot(transposed, load_rows(y_at, here, columns, V), input_precision=PRECISION)
-                store_rows(y_at, y, here, columns, V)
-        gained += tl.sum(y.to(tl.float32) * values.to(tl.float32), 1)
-        store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y.to(tl.float32), here, columns, V)
-    if V > BV and not SOLVED:
-        tl.debug_barrier()
+            y = _solved(transposed, load_rows(y_at, here, columns, V), SOLVED, PRECISION)
+        gained += tl.sum(y * values.to(tl.float32), 1)
+        store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
     gained = _settled(gained, i)
     scores = tl.zeros([C, C], tl.float32)
     for begin in range(0, V, BV):
@@ -797,8 +799,8 @@ def _gradients(
         columns = begin + tl.arange(0, BV)
         if V > BV:
             residual = load_rows(z_at, here, columns, V)
-            again = load_rows(y_at, here, columns, V).to(tl.float32)
-            found = (minus[:, None] * again).to(OPERAND)
+            y = _solved(transposed, load_rows(y_at, here, columns, V), SOLVED, PRECISION)
+            found = (minus[:, None] * y).to(OPERAND)
         system = tl.dot(found, tl.trans(residual), system, input_precision=PRECISION)
     system_left = (system * decay).to(OPERAND)
 
@@ -837,8 +839,8 @@ def _gradients(
         columns = begin + tl.arange(0, BV)
         if V > BV:
             residual = load_rows(z_at, here, columns, V)
-            again = load_rows(y_at, here, columns, V).to(tl.float32)
-            found = (minus[:, None] * again).to(OPERAND)
+            y = _solved(transposed, load_rows(y_at, here, columns, V), SOLVED, PRECISION)
+            found = (minus[:, None] * y).to(OPERAND)
         system = tl.dot(residual, tl.trans(found), system, input_precision=PRECISION)
     system_turned = (system * decay * tl.load(weight + i)[None, :]).to(OPERAND)
 
@@ -860,8 +862,8 @@ def _gradients(
         for begin in range(0, V, BV):
             columns = begin + tl.arange(0, BV)
             if V > BV:
-                again = load_rows(y_at, here, columns, V).to(tl.float32)
-                found = (minus[:, None] * again).to(OPERAND)
+                y = _solved(transposed, load_rows(y_at, here, columns, V), SOLVED, PRECISION)
+                found = (minus[:, None] * y).to(OPERAND)
             if V > BV or K > BK:
                 s = _load_state(states, columns, kk, V, K)
             dx = tl.dot(found, s, dx, input_precision=PRECISION)
