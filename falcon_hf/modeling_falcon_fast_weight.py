@@ -739,6 +739,9 @@ def _document_bounds(cu_seq_lens, seq_idx, position_ids, attention_mask, cache, 
     return torch.cat([starts, starts.new_tensor([batch * length])])
 
 
+FEWEST_TOKENS = 128  # for which a head's weight is worth a copy
+
+
 class Head(nn.Linear):
     """To logits.
 
@@ -757,9 +760,6 @@ def _missing_rows(weight: Tensor, x: Tensor) -> int:
     """How many rows a head's weight should have in addition for inputs x."""
     slow = x.device.type == "cuda" and _product_dtype(x).itemsize == 2 and type(weight) is nn.Parameter
     return -weight.shape[0] % 8 if slow and x.shape[:-1].numel() >= FEWEST_TOKENS else 0
-
-
-FEWEST_TOKENS = 128
 
 
 class FalconFastWeightForCausalLM(FalconFastWeightPreTrainedModel, GenerationMixin):

@@ -5,10 +5,12 @@ of 16 bytes. Who makes a `Launcher` promises that between calls only the pointer
 and that they stay multiples of 16 bytes if `aligned`; else every launch goes Triton's own way.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 # In these versions a compiled kernel is run with grid, stream, handle, metadata, hooks, and all arguments, constants
 # included; a pointer may be an integer.
@@ -19,6 +21,15 @@ def _observed() -> bool:
     """Whether a profiler hooks into Triton's launches."""
     hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
     return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
+def dtypes_of(tensors: Sequence[Tensor | None]) -> tuple[torch.dtype | None, ...]:
+    return tuple([None if t is None else t.dtype for t in tensors])
+
+
+def are_aligned(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether the pointers are all multiples of 16 bytes."""
+    return all([t is None or t.data_ptr() % 16 == 0 for t in tensors])
 
 
 class Launcher:
@@ -51,5 +62,5 @@ class Launcher:
         compiled = self.kernel[self.grid](*arguments, **constants)
         if self.aligned and compiled is not None:  # the interpreter compiles nothing
             names = self.kernel.arg_names[len(arguments) :]
-            tensors = tuple(i for i, t in enumerate(arguments) if isinstance(t, torch.Tensor))
+            tensors = tuple(i for i, t in enumerate(arguments) if isinstance(t, Tensor))
             self.ready[kind] = compiled, tensors, tuple(constants[name] for name in names)

@@ -15,7 +15,6 @@ from .triton_schedule import RIDGE
 from .triton_smoothness import SMOOTHNESS
 
 LARGEST_WIDTH = 256
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def attention(
@@ -158,7 +157,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> str | None:
             f"{LARGEST_EXACT_WINDOW} pairs take 'bound' or 'trace'."
         )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
+        if tensor.dtype not in triton_device.DTYPES or tensor.dtype != q.dtype:
             return (
                 f"{name} has dtype {tensor.dtype}; with impl='triton' q, k and v must all be "
                 "float32, bfloat16 or float16."

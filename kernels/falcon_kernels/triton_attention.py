@@ -21,7 +21,7 @@ from . import (
     triton_schedule,
     triton_window,
 )
-from .launcher import Launcher
+from .launcher import Launcher, are_aligned, dtypes_of
 from .triton_layout import (
     NAMESPACE,
     NO_TABLES,
@@ -120,12 +120,10 @@ def _planned(arguments: Sequence) -> tuple[Plan, list[Tensor | None], Tables]:
     tensors = [None if t is None else t.contiguous() for t in arguments[:TENSORS]]
     options = arguments[TENSORS : TENSORS + OPTIONS.count(",") + 1]
     q, _, v, gain, _, memory, *_, lengths, cu_seqlens = tensors
-    dtypes = tuple([None if t is None else t.dtype for t in tensors])
-    aligned = all([t is None or t.data_ptr() % 16 == 0 for t in tensors])
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     plan = plan_of(
-        q.shape, v.shape[-1], dtypes, q.device, documents, lengths is not None, memory is not None, aligned,
-        gain.dim() == 4, options[:-1], options[-1],
+        q.shape, v.shape[-1], dtypes_of(tensors), q.device, documents, lengths is not None, memory is not None,
+        are_aligned(tensors), gain.dim() == 4, options[:-1], options[-1],
     )  # fmt: skip
     return plan, tensors, _tables(plan, tensors)
 

@@ -23,13 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch, triton_device
-from .launcher import Launcher
+from .launcher import Launcher, are_aligned, dtypes_of
 from .triton_layout import NAMESPACE, load_rows, store_rows
 from .triton_op import Op
 
 LARGEST_WIDTH, MOST_TAPS = 256, 8
 FEWEST_STEPS = 8  # of a walk, where it is cut shorter to fill the card
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUMBERS = ["length", "heads", "blocks", "steps"]  # no recompilation when these change
 
 
@@ -217,11 +216,9 @@ plan_of = lru_cache(maxsize=1024)(Plan)
 def _planned(tensors, head_dim: int, norm: int, epsilon: float) -> Plan:
     """The plan for x, weight and age, and perhaps the output's gradient, as the kernels take them."""
     x, weight, age, *_ = tensors
-    aligned = all([t is None or t.data_ptr() % 16 == 0 for t in tensors])
-    dtypes = tuple([None if t is None else t.dtype for t in tensors[:3]])
-    return plan_of(
-        x.shape, x.stride()[:2], head_dim, weight.shape[1], dtypes, x.device, age is not None, norm, epsilon, aligned
-    )
+    sizes = x.shape, x.stride()[:2], head_dim, weight.shape[1]
+    options = age is not None, norm, epsilon
+    return plan_of(*sizes, dtypes_of(tensors[:3]), x.device, *options, are_aligned(tensors))
 
 
 def _in_rows(x: Tensor, weight: Tensor, age: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -283,7 +280,4 @@ def refusal(x: Tensor, weight: Tensor, head_dim: int) -> str | None:
             f"head_dim is {head_dim} and weight has {weight.shape[1]} taps; with impl='triton' at most {LARGEST_WIDTH} "
             f"and {MOST_TAPS} are taken."
         )
-    for name, tensor in (("x", x), ("weight", weight)):
-        if tensor.dtype not in DTYPES:
-            return f"{name} has dtype {tensor.dtype}; with impl='triton' it must be float32, bfloat16 or float16."
-    return triton_device.refusal(x.device)
+    return triton_device.refusal_of(x=x, weight=weight)

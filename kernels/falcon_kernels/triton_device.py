@@ -5,11 +5,13 @@ from functools import cache
 
 import torch
 import triton
+from torch import Tensor
 
 if not hasattr(triton, "knobs"):
     raise ImportError(f"triton is {triton.__version__}; the kernels need at least 3.4.")
 INTERPRETED = triton.knobs.runtime.interpret
 OLDEST_CARD = (8, 0)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def current(device: torch.device) -> AbstractContextManager:
@@ -25,6 +27,14 @@ def refusal(device: torch.device) -> str | None:
     if device.type == "cpu" and INTERPRETED:
         return None
     return f"q is on {device}; with impl='triton' it must be on an NVIDIA GPU, or Triton's interpreter must be on."
+
+
+def refusal_of(x: Tensor, **others: Tensor | None) -> str | None:
+    """Why kernels that take each of `DTYPES` for every tensor do not take these, or None where they do."""
+    for name, tensor in {"x": x, **others}.items():
+        if tensor is not None and tensor.dtype not in DTYPES:
+            return f"{name} has dtype {tensor.dtype}; with impl='triton' it must be float32, bfloat16 or float16."
+    return refusal(x.device)
 
 
 def _refusal_of_card(index: int) -> str | None:

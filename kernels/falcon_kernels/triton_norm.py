@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch, triton_device
-from .launcher import Launcher
-from .triton_convolution import DTYPES, LARGEST_WIDTH, factor
+from .launcher import Launcher, are_aligned, dtypes_of
+from .triton_convolution import LARGEST_WIDTH, factor
 from .triton_layout import NAMESPACE, load_rows, store_rows
 from .triton_op import Op
 
@@ -104,9 +104,7 @@ plan_of = lru_cache(maxsize=1024)(Plan)
 def _planned(tensors, epsilon: float) -> Plan:
     """The plan for x, weight and gate, and perhaps the output's gradient, all contiguous."""
     x = tensors[0]
-    aligned = all([t is None or t.data_ptr() % 16 == 0 for t in tensors])
-    dtypes = tuple([None if t is None else t.dtype for t in tensors[:3]])
-    return plan_of(x.numel() // x.shape[-1], x.shape[-1], dtypes, epsilon, aligned)
+    return plan_of(x.numel() // x.shape[-1], x.shape[-1], dtypes_of(tensors[:3]), epsilon, are_aligned(tensors))
 
 
 def _contiguous(tensors) -> list[Tensor | None]:
@@ -159,7 +157,4 @@ def refusal(x: Tensor, weight: Tensor, gate: Tensor | None) -> str | None:
     """Why the kernels do not take a call, in one sentence, or None where they do."""
     if x.shape[-1] > LARGEST_WIDTH:
         return f"x has {x.shape[-1]} channels; with impl='triton' at most {LARGEST_WIDTH} are taken."
-    for name, tensor in (("x", x), ("weight", weight), ("gate", gate)):
-        if tensor is not None and tensor.dtype not in DTYPES:
-            return f"{name} has dtype {tensor.dtype}; with impl='triton' it must be float32, bfloat16 or float16."
-    return triton_device.refusal(x.device)
+    return triton_device.refusal_of(x=x, weight=weight, gate=gate)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import reference, triton_device
-from .launcher import Launcher
+from .launcher import Launcher, are_aligned, dtypes_of
 from .rule import RULES, Rule
 from .state import FalconState
 from .triton_layout import NAMESPACE, is_plain
@@ -109,10 +109,8 @@ def _launch(
     q, k, v, gain, ridge, mask = (None if t is None else t.contiguous() for t in (q, k, v, gain, ridge, mask))
     tensors = q, k, v, gain, ridge, mask, memory, previous_key, previous_valid, tail_x, tail_v, tail_valid, normalizer
     rule = (name, window, alignment, timing, step_size, ridge_kind, smoothness, normalized_read)
-    dtypes = tuple(None if t is None else t.dtype for t in tensors)
-    aligned = all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
     with triton_device.current(q.device):
-        launcher(q.shape, V, dtypes, q.device, rule, aligned)(
+        launcher(q.shape, V, dtypes_of(tensors), q.device, rule, are_aligned(tensors))(
             *tensors, output, H, epsilon, 1 - decay_floor, read_epsilon
         )
     return output

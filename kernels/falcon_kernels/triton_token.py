@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import triton_device
-from .launcher import Launcher
+from .launcher import Launcher, are_aligned, dtypes_of
 from .triton_layout import NAMESPACE, is_plain
 
 TILE = 1024  # hidden channels at a time, in the products of the gates
@@ -174,7 +174,7 @@ def _inputs(
     shapes = tuple(None if t is None else t.shape for t in given)
     options = (per_channel, norm, value_norm, feature_map)
     with triton_device.current(q.device):
-        _inputs_launcher(shapes, _dtypes(given), q.device, heads, options, _aligned(*given, *found))(
+        _inputs_launcher(shapes, dtypes_of(given), q.device, heads, options, are_aligned((*given, *found)))(
             *given, *found, heads, float(epsilon), float(largest_gain), float(ridge_scale)
         )
     return found
@@ -186,7 +186,7 @@ def _add_norm(x, y, weight, epsilon):
     if x.numel() > 0:
         tensors = x, y, weight, total, normed
         with triton_device.current(x.device):
-            _sum_launcher(x.shape, _dtypes(tensors), x.device, _aligned(*tensors))(*tensors, float(epsilon))
+            _sum_launcher(x.shape, dtypes_of(tensors), x.device, are_aligned(tensors))(*tensors, float(epsilon))
     return total, normed
 
 
@@ -196,7 +196,7 @@ def _silu_product(x, y):
     if x.numel() > 0:
         tensors = x, y, product
         with triton_device.current(x.device):
-            _product_launcher(x.numel(), _dtypes(tensors), x.device, _aligned(*tensors))(*tensors)
+            _product_launcher(x.numel(), dtypes_of(tensors), x.device, are_aligned(tensors))(*tensors)
     return product
 
 
@@ -206,7 +206,7 @@ def _row_products(x, a, b, c):
     tensors = x, a, b, c, *products
     sizes = tuple(0 if weight is None else weight.shape[0] for weight in (a, b, c))
     with triton_device.current(x.device):
-        _products_launcher(x.shape[-1], sizes, _dtypes(tensors), x.device, _aligned(*tensors))(*tensors)
+        _products_launcher(x.shape[-1], sizes, dtypes_of(tensors), x.device, are_aligned(tensors))(*tensors)
     return products
 
 
@@ -215,7 +215,7 @@ def _gated_product(x, gate, up):
     product = _empty_gated(x, gate, up)
     tensors = x, gate, up, product
     with triton_device.current(x.device):
-        _gated_launcher(x.shape[-1], gate.shape[0], _dtypes(tensors), x.device, _aligned(*tensors))(*tensors)
+        _gated_launcher(x.shape[-1], gate.shape[0], dtypes_of(tensors), x.device, are_aligned(tensors))(*tensors)
     return product
 
 
@@ -225,14 +225,6 @@ for _device in ("CPU", "CUDA"):
     LIBRARY.impl("silu_product", _silu_product, _device)
     LIBRARY.impl("row_products", _row_products, _device)
     LIBRARY.impl("gated_product", _gated_product, _device)
-
-
-def _dtypes(tensors: tuple[Tensor | None, ...]) -> tuple:
-    return tuple(None if t is None else t.dtype for t in tensors)
-
-
-def _aligned(*tensors: Tensor | None) -> bool:
-    return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
 
 
 @lru_cache(maxsize=1024)
