@@ -57,12 +57,17 @@ from .triton_layout import (
     chunk_of,
     exists,
     load_rows,
+    load_rows_again,
+    load_tile,
+    load_tile_again,
     operand_dtype,
     span,
     store_rows,
+    store_tile,
     token_rows,
     x_rows,
 )
+from .triton_regression import _halves
 from .triton_schedule import (
     LOG2_E,
     Call,
@@ -174,6 +179,96 @@ def paired(late, early, bits, LAG: tl.constexpr):
     which come LAG after or later. Both shaped to broadcast."""
     beyond = tl.where(bits > BLOCK_BITS, (late >> (bits - 1)) - (early >> (bits - 1)), late - early + 1 - LAG)
     return (late >> bits == early >> bits) & (beyond > 0)
+
+
+@triton.jit
+def load_all(at, channels, V: tl.constexpr):
+    """`load_tile` of rows that all exist."""
+    if (channels.shape[0] * 0 + V) % channels.shape[0] == 0:  # an int beside a constexpr in the interpreter
+        return tl.load(at[0] + (at[1][:, None] + channels[None, :]))
+    else:
+        return tl.load(at[0] + (at[1][:, None] + channels[None, :]), mask=(channels < V)[None, :], other=0.0)
+
+
+@triton.jit
+def edge(u, first, channels, bits, AFTER: tl.constexpr, V: tl.constexpr):
+    """[N, BV] u before, or AFTER, the span of 2 ** bits tokens that each of the N blocks lies in; they begin at `first`."""
+    last = ((first >> bits) + AFTER << bits) - 1
+    return load_tile((u, last * V), last >= 0, channels, V)
+
+
+@triton.jit
+def middles(u, first, channels, V: tl.constexpr):
+    """[N, BV] u in the middle of each block."""
+    return load_all((u, (first + MIDDLE) * V), channels, V)
+
+
+@triton.jit
+def by_block(tile, factors):
+    """tile [C, BV] times its blocks' factors [N, BV]."""
+    blocks: tl.constexpr = factors.shape[0]
+    rows: tl.constexpr = tile.shape[0]
+    width: tl.constexpr = tile.shape[1]
+    same = tl.broadcast_to(tl.arange(0, blocks)[:, None], (blocks, width))
+    factors = tl.gather(factors, same, 0)  # by way of shared memory: else every thread would compute its own
+    parts = tl.reshape(tile, (blocks, rows // blocks, width))
+    return tl.reshape(parts * factors[:, None, :], (rows, width))
+
+
+@triton.jit
+def beyond(tile, references):
+    """tile [C, BV] less its blocks' references [N, BV]."""
+    blocks: tl.constexpr = references.shape[0]
+    rows: tl.constexpr = tile.shape[0]
+    width: tl.constexpr = tile.shape[1]
+    parts = tl.reshape(tile, (blocks, rows // blocks, width))
+    return tl.reshape(parts - references[:, None, :], (rows, width))
+
+
+@triton.jit
+def as_product(tile):
+    """tile [C, BV] laid out over threads as products are: what is computed of it and of them is so once, not twice."""
+    left = tl.zeros([tile.shape[0], 16], tl.bfloat16)
+    right = tl.zeros([16, tile.shape[1]], tl.bfloat16)
+    return tl.dot(left, right, tile.to(tl.float32))
+
+
+@triton.jit
+def across(row, bits, BACK: tl.constexpr):
+    """[C, C] which tokens lie in the second half of a span of 2 ** bits, their givers in its first; BACK: the reverse."""
+    half = row // BLOCK >> (bits - 1 - BLOCK_BITS)
+    late, early = (half[None, :], half[:, None]) if BACK else (half[:, None], half[None, :])
+    return (late ^ early == 1) & (late > early)
+
+
+@triton.jit
+def through_chunk(
+    found, scores, given, u, row, channels, nothing, BACK: tl.constexpr, LAG: tl.constexpr, SPANS: tl.constexpr,
+    V: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[C, BV] what tokens have `found` as of the chunk's start, and what earlier ones have `given`, of as of the middle
+    of their blocks, as of that of the tokens' own. BACK: from the chunk's end, and from later ones.
+
+    scores: [C, C] of those that are given to and those that give. nothing: 0, but to the compiler any number: it
+    unrolls no loop, with all of its loads.
+    """
+    first = tl.arange(0, row.shape[0] // BLOCK) * BLOCK
+    middle = middles(u, first, channels, V)
+    for i in range(SPANS - 1 + nothing):
+        bits = BLOCK_BITS + SPANS - 1 - i
+        nearer = edge(u, first, channels, bits - 1, BACK, V) - edge(u, first, channels, bits, BACK, V)
+        passing = edge(u, first, channels, bits - 1, 1 - BACK, V) - middle
+        if BACK:
+            nearer, passing = -nearer, -passing
+        seen = tl.where(across(row, bits, BACK), scores, 0.0)
+        passing = by_block(given, tl.exp2(passing)).to(OPERAND)
+        found = tl.dot(seen, passing, by_block(found, tl.exp2(nearer)), input_precision=PRECISION)
+    nearer = middle - edge(u, first, channels, BLOCK_BITS, BACK, V)
+    if BACK:
+        nearer = -nearer
+    late, early = (row[None, :], row[:, None]) if BACK else (row[:, None], row[None, :])
+    seen = tl.where(paired(late, early, BLOCK_BITS, LAG), scores, 0.0)
+    return tl.dot(seen, given.to(OPERAND), by_block(found, tl.exp2(nearer)), input_precision=PRECISION)
 
 
 @triton.jit
@@ -370,6 +465,47 @@ def _read(
     store_rows(token_rows(output, low + start, row, head, heads, V), found, there, channels, V)
 
 
+@triton.jit
+def suffix_sums(tile, row, OPERAND: tl.constexpr):
+    """[C, BV] sums of a tile's rows from each on, as a product; of two halves where operands are bfloat16."""
+    on = as_product(tl.where(row[:, None] <= row[None, :], 1.0, 0.0)).to(OPERAND)
+    if tl.bfloat16 == OPERAND:
+        high, low = _halves(tile)
+        return tl.dot(on, high, tl.dot(on, low))
+    else:
+        return tl.dot(on, tile, input_precision="ieee")
+
+
+@triton.jit
+def _rate_gradients(
+    beta, eta, base, statistic, of_eta, of_decay, active, RIDGE: tl.constexpr, DIRECT: tl.constexpr,
+    CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
+):  # fmt: skip
+    """`step_gradients` of channels: of gains [C, BV], and summed over the channels those of ridge and energy [C]."""
+    _, used, safe, possible = _step_size(base, base, statistic, active, RIDGE, DIRECT, CAPPED, EPSILON)
+    inverse = tl.where(active & possible, 1.0 / safe, 0.0)
+    alpha = eta * used[:, None]
+    of_rate = tl.where(alpha <= 1.0 - FLOOR, of_decay / (1.0 - alpha), 0.0)  # none through the clamp
+    of_eta -= of_rate * used[:, None]
+    of_energy = tl.zeros(statistic.shape, tl.float32)
+    if not DIRECT:
+        of_gain = of_eta * inverse[:, None]
+        of_energy -= tl.sum(of_eta * eta, 1) * inverse
+    elif CAPPED:
+        cap = 2.0 * inverse[:, None]
+        share = tl.where(beta < cap, 1.0, tl.where(beta == cap, 0.5, 0.0))
+        of_gain = of_eta * share
+        of_energy -= tl.sum(of_eta * (1.0 - share), 1) * 2.0 * inverse * inverse
+    else:
+        of_gain = tl.where(active[:, None], of_eta, 0.0)
+    of_ridge = of_energy - tl.where(active, tl.sum(of_rate * eta, 1), 0.0)
+    if RIDGE == 2:
+        if not DETACH:
+            of_energy += of_ridge * base
+        of_ridge *= statistic
+    return of_gain, of_ridge, of_energy
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def _channel_gradients(
     q, k, v, gain, ridge, previous, previous_valid, lengths, scale, log_decay, energy, residuals, grad_z, grad_output,
@@ -394,83 +530,78 @@ def _channel_gradients(
         return
     row = tl.arange(0, C)
     there = row < count - start
-    nothing = tl.minimum(count - start, 0)  # to the compiler any number: it unrolls no loop, with all of its loads
+    zero = tl.minimum(count - start, 0) * 64
     u = log_decay + program * C * V
-    q_at = token_rows(q, low + start, row, head, heads, K)
+    queries_at = token_rows(q, low + start, row, head, heads, K)
     x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
     readable = exists(start + row, there, SHIFT, CARRIED)
-    decays = load_rows(u + row * V, row >= 0, channels, V)
-    read = read_decays(u, decays, row, channels, LAG, V)
-    end = row_of(u, channels, C - 1, V)
-    y = load_rows(token_rows(v, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-    out = load_rows(token_rows(grad_output, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-    beta = load_rows(token_rows(gain, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-    written = y
-    if RESIDUAL:
-        written = load_rows(token_rows(residuals, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-    z = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED) * written
-
+    wide = ((low + start) * heads + head) * V
+    below = row * (heads * V)
     scores = tl.zeros([C, C], tl.float32)
     found = tl.zeros([C, BV], tl.float32)
     kept = tl.zeros([1, BV], tl.float32)
-    for begin in range(0, K + nothing, BK):
+    for begin in range(0, K + zero, BK):
         columns = begin + tl.arange(0, BK)
-        s = _block(states + program * K * V, columns, channels, K, V)
-        g = _block(grad_states + program * K * V, columns, channels, K, V)
-        kept += tl.sum(s.to(tl.float32) * g.to(tl.float32), 0)[None, :]
+        queries = load_rows(queries_at, there, columns, K).to(OPERAND)
         x = load_rows(x_at, readable, columns, K).to(OPERAND)
-        queries = load_rows(q_at, there, columns, K).to(OPERAND)
-        found = tl.dot(queries, s.to(OPERAND), found, input_precision=PRECISION)
+        s = load_tile((states + program * K * V, columns * V), columns < K, channels, V)
+        g = load_tile((grad_states + program * K * V, columns * V), columns < K, channels, V)
         scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
-    found *= tl.exp2(read)
-    for i in range(SPANS + nothing):
-        bits = BLOCK_BITS + SPANS - 1 - i
-        middle = reference(u, row, channels, bits, V)
-        seen = tl.where(paired(row[:, None], row[None, :], bits, 1), scores, 0.0).to(OPERAND)
-        early = (apart(middle - decays, bits) * z).to(OPERAND)
-        found += apart(read - middle, bits) * tl.dot(seen, early, input_precision=PRECISION)
-    passing = found * out
-    before = passing * LAG  # what does not pass over a step of its own token
-
+        found = tl.dot(queries, s.to(OPERAND), found, input_precision=PRECISION)
+        kept += tl.sum(s.to(tl.float32) * g.to(tl.float32), 0)[None, :]
     own = tl.zeros([C], tl.float32)
     if LAG == 0:
         own = tl.sum(tl.where(row[:, None] == row[None, :], scores, 0.0), 1)
-    scores = tl.zeros([C, C], tl.float32)
-    of_z = tl.zeros([C, BV], tl.float32)
-    for begin in range(0, K + nothing, BK):
-        columns = begin + tl.arange(0, BK)
-        x = load_rows(x_at, readable, columns, K).to(OPERAND)
-        g = _block(grad_states + program * K * V, columns, channels, K, V).to(OPERAND)
-        of_z = tl.dot(x, g, of_z, input_precision=PRECISION)
-        if not RESIDUAL:
-            queries = load_rows(q_at, there, columns, K).to(OPERAND)
-            scores = tl.dot(x, tl.trans(queries), scores, input_precision=PRECISION)
-    of_z *= tl.exp2(end - decays)
-    passed = z * of_z
-    kept = kept * tl.exp2(end) + tl.sum(passed, 0)[None, :]
-    passing -= passed
-    of_z += own[:, None] * out
-    if RESIDUAL:
-        whole = load_rows(token_rows(grad_z, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-        read_z, of_z = whole - of_z, whole
-    else:
-        read_z = tl.zeros([C, BV], tl.float32)
-        for i in range(SPANS + nothing):
-            bits = BLOCK_BITS + SPANS - 1 - i
-            middle = reference(u, row, channels, bits, V)
-            seen = tl.where(paired(row[None, :], row[:, None], bits, 1), scores, 0.0).to(OPERAND)
-            late = (apart(read - middle, bits) * out).to(OPERAND)
-            read_z += apart(middle - decays, bits) * tl.dot(seen, late, input_precision=PRECISION)
-        of_z += read_z
-    passing -= z * read_z
-    if RESIDUAL:
-        owed = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED) * of_z * (written - y)
-        passing += owed
-        before += owed
-    of_decay = kept + tl.cumsum(passing, 0, reverse=True) - before
+    scores = scores.to(OPERAND)
 
-    eta = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED)
-    store_rows(token_rows(grad_v, low + start, row, head, heads, V), eta * of_z, there, channels, V)
+    first = tl.arange(0, C // BLOCK) * BLOCK
+    middle = middles(u, first, channels, V)
+    scaled = tl.load(scale + program * C + row)[:, None]
+    z = tl.exp2(-beyond(as_product(load_all((u, row * V), channels, V)), middle))
+    z *= step_of(as_product(load_tile((gain + wide, below), there, channels, V)), scaled, DIRECT, CAPPED)
+    written = residuals if RESIDUAL else v
+    z = (z * as_product(load_tile((written + wide, below), there, channels, V))).to(OPERAND)
+    found = through_chunk(found, scores, z, u, row, channels, zero, 0, 1, SPANS, V, OPERAND, PRECISION)
+    if LAG == 0:
+        read = load_all((u, row * V + zero), channels, V)
+    else:
+        read = load_tile_again((u - V, row * V), zero, row > 0, channels, V)
+    read = tl.exp2(beyond(as_product(read), middle))
+    read = (read * as_product(load_tile((grad_output + wide, below), there, channels, V))).to(OPERAND)
+    passing = found * read
+    before = passing
+
+    asked = tl.zeros([C, BV], tl.float32)
+    for begin in range(0, K + zero, BK):
+        columns = begin + tl.arange(0, BK)
+        x = load_rows_again(x_at, readable, columns, K).to(OPERAND)
+        g = load_tile_again((grad_states + program * K * V, columns * V), zero, columns < K, channels, V)
+        asked = tl.dot(x, g.to(OPERAND), asked, input_precision=PRECISION)
+    end = row_of(u, channels, C - 1, V)
+    passed = tl.exp2(end - middle) * tl.sum(tl.reshape(asked * z, (C // BLOCK, BLOCK, BV)), 1)
+    kept = kept * tl.exp2(end) + tl.sum(passed, 0)[None, :]
+    of_z = tl.zeros([C, BV], tl.float32)
+    if not RESIDUAL:
+        turned = tl.trans(scores)
+        of_z = through_chunk(asked, turned, read, u, row, channels, zero, 1, 1, SPANS, V, OPERAND, PRECISION)
+        passing -= of_z * z
+        of_z *= tl.exp2(-beyond(as_product(load_all((u, row * V + zero), channels, V)), middle))
+    of_z += own[:, None] * as_product(load_tile_again((grad_output + wide, below), zero, there, channels, V))
+    beta = as_product(load_tile_again((gain + wide, below), zero, there, channels, V))
+    eta = step_of(beta, scaled, DIRECT, CAPPED)
+    written = as_product(load_tile_again((written + wide, below), zero, there, channels, V))
+    if RESIDUAL:
+        passing += eta * written * of_z
+        of_z = as_product(load_tile((grad_z + wide, below), there, channels, V))
+        y = as_product(load_tile((v + wide, below), there, channels, V))
+        passing -= eta * y * of_z
+    of_decay = kept + suffix_sums(passing, row, OPERAND)
+    if LAG > 0:  # what does not pass over a step of its own token
+        of_decay -= before
+    if RESIDUAL:
+        of_decay -= eta * of_z * (written - y)
+
+    store_tile((grad_v + wide, below), eta * of_z, there, channels, V)
     valid = count
     if MASKED:
         valid = tl.load(lengths + sequence).to(tl.int32)
@@ -480,13 +611,12 @@ def _channel_gradients(
     if RIDGE > 0:
         base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
     statistic = tl.load(energy + program * C + row)
-    of_gain, of_ridge, of_energy = step_gradients(
-        beta, base[:, None], statistic[:, None], of_z * written, of_decay, active[:, None],
-        RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
-    )  # fmt: skip
-    store_rows(token_rows(grad_gain, low + start, row, head, heads, V), of_gain, there, channels, V)
-    tl.store(sums + program * C + row, tl.sum(of_ridge, 1))
-    tl.store(sums + behind + program * C + row, tl.sum(of_energy, 1))
+    of_gain, of_ridge, of_energy = _rate_gradients(
+        beta, eta, base, statistic, of_z * written, of_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
+    )
+    store_tile((grad_gain + wide, below), of_gain, there, channels, V)
+    tl.store(sums + program * C + row, of_ridge)
+    tl.store(sums + behind + program * C + row, of_energy)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
