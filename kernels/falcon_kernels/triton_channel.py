@@ -435,34 +435,36 @@ def _read(
         return
     row = tl.arange(0, C)
     there = row < count - start
-    nothing = tl.minimum(count - start, 0)  # to the compiler any number: it unrolls no loop, with all of its loads
+    zero = tl.minimum(count - start, 0) * 64  # to the compiler any number: it unrolls no loop, with all of its loads
     u = log_decay + program * C * V
     q_at = token_rows(q, low + start, row, head, heads, K)
     x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
     readable = exists(start + row, there, SHIFT, CARRIED)
-    decays = load_rows(u + row * V, row >= 0, channels, V)
-    read = read_decays(u, decays, row, channels, LAG, V)
-    y = load_rows(token_rows(written, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-    beta = load_rows(token_rows(gain, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-    z = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED) * y
-
+    wide = ((low + start) * heads + head) * V
+    below = row * (heads * V)
     scores = tl.zeros([C, C], tl.float32)
     found = tl.zeros([C, BV], tl.float32)
-    for begin in range(0, K + nothing, BK):
+    for begin in range(0, K + zero, BK):
         columns = begin + tl.arange(0, BK)
         queries = load_rows(q_at, there, columns, K).to(OPERAND)
         x = load_rows(x_at, readable, columns, K).to(OPERAND)
         s = _block(states + program * K * V, columns, channels, K, V).to(OPERAND)
         scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
         found = tl.dot(queries, s, found, input_precision=PRECISION)
-    found *= tl.exp2(read)
-    for i in range(SPANS + nothing):
-        bits = BLOCK_BITS + SPANS - 1 - i
-        middle = reference(u, row, channels, bits, V)
-        seen = tl.where(paired(row[:, None], row[None, :], bits, LAG), scores, 0.0).to(OPERAND)
-        early = (apart(middle - decays, bits) * z).to(OPERAND)
-        found += apart(read - middle, bits) * tl.dot(seen, early, input_precision=PRECISION)
-    store_rows(token_rows(output, low + start, row, head, heads, V), found, there, channels, V)
+
+    middle = middles(u, tl.arange(0, C // BLOCK) * BLOCK, channels, V)
+    eta = as_product(load_tile((gain + wide, below), there, channels, V))
+    eta = step_of(eta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED)
+    z = tl.exp2(-beyond(as_product(load_all((u, row * V), channels, V)), middle)) * eta
+    z = (z * as_product(load_tile((written + wide, below), there, channels, V))).to(OPERAND)
+    scores = scores.to(OPERAND)
+    found = through_chunk(found, scores, z, u, row, channels, zero, 0, LAG, SPANS, V, OPERAND, PRECISION)
+    if LAG == 0:
+        read = load_all((u, row * V + zero), channels, V)
+    else:
+        read = load_tile((u - V, row * V), row > 0, channels, V)
+    found *= tl.exp2(beyond(as_product(read), middle))
+    store_tile((output + wide, below), found, there, channels, V)
 
 
 @triton.jit
@@ -562,15 +564,6 @@ def _channel_gradients(
     written = residuals if RESIDUAL else v
     z = (z * as_product(load_tile((written + wide, below), there, channels, V))).to(OPERAND)
     found = through_chunk(found, scores, z, u, row, channels, zero, 0, 1, SPANS, V, OPERAND, PRECISION)
-    if LAG == 0:
-        read = load_all((u, row * V + zero), channels, V)
-    else:
-        read = load_tile_again((u - V, row * V), zero, row > 0, channels, V)
-    read = tl.exp2(beyond(as_product(read), middle))
-    read = (read * as_product(load_tile((grad_output + wide, below), there, channels, V))).to(OPERAND)
-    passing = found * read
-    before = passing
-
     asked = tl.zeros([C, BV], tl.float32)
     for begin in range(0, K + zero, BK):
         columns = begin + tl.arange(0, BK)
@@ -580,21 +573,31 @@ def _channel_gradients(
     end = row_of(u, channels, C - 1, V)
     passed = tl.exp2(end - middle) * tl.sum(tl.reshape(asked * z, (C // BLOCK, BLOCK, BV)), 1)
     kept = kept * tl.exp2(end) + tl.sum(passed, 0)[None, :]
-    of_z = tl.zeros([C, BV], tl.float32)
+
+    if LAG == 0:
+        read = load_all((u, row * V + zero), channels, V)
+    else:
+        read = load_tile_again((u - V, row * V), zero, row > 0, channels, V)
+    read = tl.exp2(beyond(as_product(read), middle))
+    read = (read * as_product(load_tile((grad_output + wide, below), there, channels, V))).to(OPERAND)
+    passing = found * read
+    before = passing
     if not RESIDUAL:
         turned = tl.trans(scores)
-        of_z = through_chunk(asked, turned, read, u, row, channels, zero, 1, 1, SPANS, V, OPERAND, PRECISION)
-        passing -= of_z * z
-        of_z *= tl.exp2(-beyond(as_product(load_all((u, row * V + zero), channels, V)), middle))
-    of_z += own[:, None] * as_product(load_tile_again((grad_output + wide, below), zero, there, channels, V))
+        asked = through_chunk(asked, turned, read, u, row, channels, zero, 1, 1, SPANS, V, OPERAND, PRECISION)
+        asked *= tl.exp2(-beyond(as_product(load_all((u, row * V + 2 * zero), channels, V)), middle))
     beta = as_product(load_tile_again((gain + wide, below), zero, there, channels, V))
     eta = step_of(beta, scaled, DIRECT, CAPPED)
     written = as_product(load_tile_again((written + wide, below), zero, there, channels, V))
+    of_z = own[:, None] * as_product(load_tile_again((grad_output + wide, below), zero, there, channels, V))
     if RESIDUAL:
         passing += eta * written * of_z
         of_z = as_product(load_tile((grad_z + wide, below), there, channels, V))
         y = as_product(load_tile((v + wide, below), there, channels, V))
         passing -= eta * y * of_z
+    else:
+        passing -= eta * written * asked
+        of_z += asked
     of_decay = kept + suffix_sums(passing, row, OPERAND)
     if LAG > 0:  # what does not pass over a step of its own token
         of_decay -= before
@@ -619,6 +622,31 @@ def _channel_gradients(
     tl.store(sums + behind + program * C + row, of_energy)
 
 
+@triton.jit
+def _as_of_middles(
+    written, gain, grad_z, grad_output, u, scaled, again, row, there, channels, below, LAG: tl.constexpr,
+    DIRECT: tl.constexpr, CAPPED: tl.constexpr, RESIDUAL: tl.constexpr, V: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """[C, BV] z, dO, and where a residual is written eta o dZ, all decayed to or from the middle of their blocks."""
+    middle = middles(u, tl.arange(0, row.shape[0] // BLOCK) * BLOCK, channels, V)
+    decays = beyond(as_product(load_all((u, row * V + again), channels, V)), middle)
+    reading = tl.exp2(decays)
+    before = reading
+    if LAG > 0 or RESIDUAL:
+        earlier = load_tile((u - V, row * V + again), row > 0, channels, V)
+        before = tl.exp2(beyond(as_product(earlier), middle))
+        if LAG > 0:
+            reading = before
+    out = (reading * as_product(load_tile((grad_output, below + again), there, channels, V))).to(OPERAND)
+    eta = as_product(load_tile((gain, below + again), there, channels, V))
+    eta = step_of(eta, scaled[:, None], DIRECT, CAPPED)
+    z = (tl.exp2(-decays) * eta * as_product(load_tile((written, below + again), there, channels, V))).to(OPERAND)
+    asked = z
+    if RESIDUAL:
+        asked = (before * eta * as_product(load_tile((grad_z, below + again), there, channels, V))).to(OPERAND)
+    return z, out, asked
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def _key_gradients(
     q, k, written, gain, previous, scale, log_decay, grad_z, grad_output, states, grad_states, sums,
@@ -631,7 +659,7 @@ def _key_gradients(
     """Gradients of q and the write features, where their keys lie, of one chunk and head; and of ridge.
 
     dA is held transposed, [written, reading]: so it is a left operand of dX, and a right one of dQ'. RESIDUAL: so is
-    that of X X', both ways round in one matrix.
+    that of X X', which counts both ways round.
     """
     program = tl.program_id(0).to(tl.int64)
     behind = tl.num_programs(0).to(tl.int64) * C
@@ -641,40 +669,46 @@ def _key_gradients(
         return
     row = tl.arange(0, C)
     there = row < count - start
-    nothing = tl.minimum(count - start, 0)  # to the compiler any number: it unrolls no loop, with all of its loads
+    zero = tl.minimum(count - start, 0) * 64  # to the compiler any number: it unrolls no loop, with all of its loads
     u = log_decay + program * C * V
     scaled = tl.load(scale + program * C + row)
-    written_at = token_rows(written, low + start, row, head, heads, V)
-    out_at = token_rows(grad_output, low + start, row, head, heads, V)
+    wide = ((low + start) * heads + head) * V
+    below = row * (heads * V)
+    written += wide
+    gain += wide
+    grad_output += wide
     if RESIDUAL:
-        grad_z_at = token_rows(grad_z, low + start, row, head, heads, V)
-    gain_at = token_rows(gain, low + start, row, head, heads, V)
+        grad_z += wide
+    first = tl.arange(0, C // BLOCK) * BLOCK
 
     of_scores = tl.zeros([C, C], tl.float32)
     of_gram = tl.zeros([C, C], tl.float32)
-    for begin in range(0, V, BV):
-        channels = begin + tl.arange(0, BV)
-        decays = load_rows(u + row * V, row >= 0, channels, V)
-        read = read_decays(u, decays, row, channels, LAG, V)
-        beta = load_rows(gain_at, there, channels, V).to(tl.float32)
-        eta = step_of(beta, scaled[:, None], DIRECT, CAPPED)
-        z = eta * load_rows(written_at, there, channels, V).to(tl.float32)
-        out = load_rows(out_at, there, channels, V).to(tl.float32)
-        for i in range(SPANS + nothing):
+    for tile in tl.static_range(0, V, BV):
+        channels = tile + tl.arange(0, BV)
+        middle = middles(u, first, channels, V)
+        z, out, asked = _as_of_middles(
+            written, gain, grad_z, grad_output, u, scaled, zero, row, there, channels, below, LAG, DIRECT, CAPPED,
+            RESIDUAL, V, OPERAND,
+        )  # fmt: skip
+        for i in range(SPANS - 1 + zero):
             bits = BLOCK_BITS + SPANS - 1 - i
-            middle = reference(u, row, channels, bits, V)
-            early = (apart(middle - decays, bits) * z).to(OPERAND)
-            late = (apart(read - middle, bits) * out).to(OPERAND)
+            apart = across(row, bits, 1)
+            early = by_block(z, tl.exp2(edge(u, first, channels, bits - 1, 1, V) - middle)).to(OPERAND)
+            factors = tl.exp2(middle - edge(u, first, channels, bits - 1, 0, V))
+            late = by_block(out, factors).to(OPERAND)
             product = tl.dot(early, tl.trans(late), input_precision=PRECISION)
-            of_scores += tl.where(paired(row[None, :], row[:, None], bits, LAG), product, 0.0)
+            of_scores += tl.where(apart, product, 0.0)
             if RESIDUAL:
-                late = apart(read_decays(u, decays, row, channels, 1, V) - middle, bits)
-                late = (late * eta * load_rows(grad_z_at, there, channels, V).to(tl.float32)).to(OPERAND)
+                late = by_block(asked, factors).to(OPERAND)
                 product = tl.dot(early, tl.trans(late), input_precision=PRECISION)
-                of_gram -= tl.where(paired(row[None, :], row[:, None], bits, 1), product, 0.0)
-                product = tl.dot(late, tl.trans(early), input_precision=PRECISION)
-                of_gram -= tl.where(paired(row[:, None], row[None, :], bits, 1), product, 0.0)
+                of_gram -= tl.where(apart, product, 0.0)
+        product = tl.dot(z, tl.trans(out), input_precision=PRECISION)
+        of_scores += tl.where(paired(row[None, :], row[:, None], BLOCK_BITS, LAG), product, 0.0)
+        if RESIDUAL:
+            product = tl.dot(z, tl.trans(asked), input_precision=PRECISION)
+            of_gram -= tl.where(paired(row[None, :], row[:, None], BLOCK_BITS, 1), product, 0.0)
     left = of_scores.to(OPERAND)
+    system = of_gram.to(OPERAND)
 
     of_energy = tl.zeros([C], tl.float32)
     of_ridge = tl.zeros([C], tl.float32)
@@ -689,28 +723,28 @@ def _key_gradients(
     x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
     into = x_rows(grad_k, grad_previous, grad_previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
     readable = exists(start + row, there, SHIFT, CARRIED)
-    for key_begin in range(0, K + nothing, BK):
+    for key_begin in range(0, K + zero, BK):
         columns = key_begin + tl.arange(0, BK)
         of_q = tl.zeros([BK, C], tl.float32)
         of_x = tl.zeros([C, BK], tl.float32)
         for begin in range(0, V, BV):
             channels = begin + tl.arange(0, BV)
-            decays = load_rows(u + row * V, row >= 0, channels, V)
-            read = read_decays(u, decays, row, channels, LAG, V)
-            out = load_rows(out_at, there, channels, V).to(tl.float32)
-            out = (tl.exp2(read) * out).to(OPERAND)
-            s = _block(states + program * K * V, columns, channels, K, V).to(OPERAND)
-            of_q = tl.dot(s, tl.trans(out), of_q, input_precision=PRECISION)
-            beta = load_rows(gain_at, there, channels, V).to(tl.float32)
-            eta = step_of(beta, scaled[:, None], DIRECT, CAPPED)
+            middle = middles(u, first, channels, V)
+            if V > BV:  # else they are those from above
+                z, out, asked = _as_of_middles(
+                    written, gain, grad_z, grad_output, u, scaled, 2 * zero, row, there, channels, below, LAG, DIRECT,
+                    CAPPED, RESIDUAL, V, OPERAND,
+                )  # fmt: skip
+            factors = tl.exp2(middle)
+            late = by_block(out, factors).to(OPERAND)
+            s = load_tile((states + program * K * V, columns * V), columns < K, channels, V).to(OPERAND)
+            of_q = tl.dot(s, tl.trans(late), of_q, input_precision=PRECISION)
             if RESIDUAL:
-                lost = tl.exp2(read_decays(u, decays, row, channels, 1, V)) * eta
-                lost = (-lost * load_rows(grad_z_at, there, channels, V).to(tl.float32)).to(OPERAND)
-                of_x = tl.dot(lost, tl.trans(s), of_x, input_precision=PRECISION)
-            z = eta * load_rows(written_at, there, channels, V).to(tl.float32)
-            z = (tl.exp2(row_of(u, channels, C - 1, V) - decays) * z).to(OPERAND)
-            g = _block(grad_states + program * K * V, columns, channels, K, V).to(OPERAND)
-            of_x = tl.dot(z, tl.trans(g), of_x, input_precision=PRECISION)
+                late = by_block(asked, -factors).to(OPERAND)
+                of_x = tl.dot(late, tl.trans(s), of_x, input_precision=PRECISION)
+            early = by_block(z, tl.exp2(row_of(u, channels, C - 1, V) - middle)).to(OPERAND)
+            g = load_tile((grad_states + program * K * V, columns * V), columns < K, channels, V).to(OPERAND)
+            of_x = tl.dot(early, tl.trans(g), of_x, input_precision=PRECISION)
         x = load_rows(x_at, readable, columns, K)
         of_q = tl.dot(tl.trans(x.to(OPERAND)), left, of_q, input_precision=PRECISION)
         of_q = tl.trans(of_q.to(grad_q.dtype.element_ty))
@@ -718,7 +752,8 @@ def _key_gradients(
         queries = load_rows(q_at, there, columns, K).to(OPERAND)
         of_x = tl.dot(left, queries, of_x, input_precision=PRECISION)
         if RESIDUAL:
-            of_x = tl.dot(of_gram.to(OPERAND), x.to(OPERAND), of_x, input_precision=PRECISION)
+            of_x = tl.dot(system, x.to(OPERAND), of_x, input_precision=PRECISION)
+            of_x = tl.dot(tl.trans(system), x.to(OPERAND), of_x, input_precision=PRECISION)
         of_x += 2.0 * of_energy[:, None] * x.to(tl.float32)
         store_rows(into, of_x, readable, columns, K)
         if SHIFT:  # the last key is nobody's write feature here
