@@ -16,6 +16,12 @@ halves: r is then the last token of the first half, and no exponent is positive.
 with r in their middle: 8 steps on either side, of at most 5 each. So A counts log2(C / 16) + 1 times, each time masked
 to the pairs of one span, and whole; no mask has a channel.
 
+Of a token exp is taken twice: exp(u_m - u_s) gives and exp(u_t - u_m) reads as of the middle m of its block. From there
+to a span's reference, and on to the next, all tokens of a block go by one factor a channel, exp of what is never
+positive, of which a chunk has C / 16 rows. `through_chunk` brings what a token finds nearer, from the chunk's start to
+that of each half that the token lies in and to the middle of its block, and adds at each stop the product with what
+the others give, taken from their middles to that stop. Backward it is the same from the chunk's end.
+
 Backward, with dO the cotangent of O and G that of what the chunk leaves,
 
     G_in  = G Diag(exp(u_C)) + Q' (exp(u) o dO)
@@ -78,7 +84,6 @@ from .triton_schedule import (
     _log1p_negative,
     _step_size,
     pair_exists,
-    step_gradients,
 )
 
 BLOCK = tl.constexpr(16)  # tokens over which decays are multiplied up around the middle one
@@ -161,24 +166,9 @@ def row_of(u, channels, AT: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def reference(u, row, channels, bits, V: tl.constexpr):
-    """[C, BV] u at the last token of the first half of each row's span of 2 ** bits tokens."""
-    middle = ((row >> bits << 1) + 1 << (bits - 1)) - 1
-    return load_rows(u + middle * V, row >= 0, channels, V)
-
-
-@triton.jit
-def apart(exponent, bits):
-    """exp2 of an exponent that is positive only where it is not used, or in blocks."""
-    return tl.exp2(tl.where(bits > BLOCK_BITS, tl.minimum(exponent, 0.0), exponent))
-
-
-@triton.jit
-def paired(late, early, bits, LAG: tl.constexpr):
-    """Which tokens `late` have `early` in the first half of their span, themselves being in the second; of a block,
-    which come LAG after or later. Both shaped to broadcast."""
-    beyond = tl.where(bits > BLOCK_BITS, (late >> (bits - 1)) - (early >> (bits - 1)), late - early + 1 - LAG)
-    return (late >> bits == early >> bits) & (beyond > 0)
+def paired(late, early, LAG: tl.constexpr):
+    """Which tokens `late` have `early` in their block and come LAG after it or later; both shaped to broadcast."""
+    return (late // BLOCK == early // BLOCK) & (late - early >= LAG)
 
 
 @triton.jit
@@ -192,7 +182,7 @@ def load_all(at, channels, V: tl.constexpr):
 
 @triton.jit
 def edge(u, first, channels, bits, AFTER: tl.constexpr, V: tl.constexpr):
-    """[N, BV] u before, or AFTER, the span of 2 ** bits tokens that each of the N blocks lies in; they begin at `first`."""
+    """[N, BV] u before, or AFTER, the span of 2 ** bits tokens that each block lies in; blocks begin at `first` [N]."""
     last = ((first >> bits) + AFTER << bits) - 1
     return load_tile((u, last * V), last >= 0, channels, V)
 
@@ -227,7 +217,8 @@ def beyond(tile, references):
 
 @triton.jit
 def as_product(tile):
-    """tile [C, BV] laid out over threads as products are: what is computed of it and of them is so once, not twice."""
+    """tile [C, BV] in float32, laid out over threads as products are. What is computed of loads and of products would
+    else be computed in both layouts, or cross over between them each time."""
     left = tl.zeros([tile.shape[0], 16], tl.bfloat16)
     right = tl.zeros([16, tile.shape[1]], tl.bfloat16)
     return tl.dot(left, right, tile.to(tl.float32))
@@ -235,7 +226,8 @@ def as_product(tile):
 
 @triton.jit
 def across(row, bits, BACK: tl.constexpr):
-    """[C, C] which tokens lie in the second half of a span of 2 ** bits, their givers in its first; BACK: the reverse."""
+    """[C, C] which rows are tokens of a span's second half and columns of its first, of spans of 2 ** bits; BACK: the
+    other way round."""
     half = row // BLOCK >> (bits - 1 - BLOCK_BITS)
     late, early = (half[None, :], half[:, None]) if BACK else (half[:, None], half[None, :])
     return (late ^ early == 1) & (late > early)
@@ -246,10 +238,10 @@ def through_chunk(
     found, scores, given, u, row, channels, nothing, BACK: tl.constexpr, LAG: tl.constexpr, SPANS: tl.constexpr,
     V: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[C, BV] what tokens have `found` as of the chunk's start, and what earlier ones have `given`, of as of the middle
-    of their blocks, as of that of the tokens' own. BACK: from the chunk's end, and from later ones.
+    """[C, BV] what tokens have `found` and what earlier ones have `given`, as of the middles of the tokens' blocks.
 
-    scores: [C, C] of those that are given to and those that give. nothing: 0, but to the compiler any number: it
+    found: as of the chunk's start, with BACK its end, and then later tokens give. given: as of the middles of the
+    givers' blocks. scores: [C, C] of who is given to and who gives. nothing: 0, but to the compiler any number: it
     unrolls no loop, with all of its loads.
     """
     first = tl.arange(0, row.shape[0] // BLOCK) * BLOCK
@@ -267,17 +259,8 @@ def through_chunk(
     if BACK:
         nearer = -nearer
     late, early = (row[None, :], row[:, None]) if BACK else (row[:, None], row[None, :])
-    seen = tl.where(paired(late, early, BLOCK_BITS, LAG), scores, 0.0)
+    seen = tl.where(paired(late, early, LAG), scores, 0.0)
     return tl.dot(seen, given.to(OPERAND), by_block(found, tl.exp2(nearer)), input_precision=PRECISION)
-
-
-@triton.jit
-def read_decays(u, decays, row, channels, LAG: tl.constexpr, V: tl.constexpr):
-    """[C, BV] log decays of what each token reads of the memory that the chunk finds."""
-    if LAG == 0:
-        return decays
-    else:
-        return load_rows(u + (row - LAG) * V, row >= LAG, channels, V)
 
 
 # Passes over chunks
@@ -459,10 +442,7 @@ def _read(
     z = (z * as_product(load_tile((written + wide, below), there, channels, V))).to(OPERAND)
     scores = scores.to(OPERAND)
     found = through_chunk(found, scores, z, u, row, channels, zero, 0, LAG, SPANS, V, OPERAND, PRECISION)
-    if LAG == 0:
-        read = load_all((u, row * V + zero), channels, V)
-    else:
-        read = load_tile((u - V, row * V), row > 0, channels, V)
+    read = load_all((u, row * V + zero), channels, V) if LAG == 0 else load_tile((u - V, row * V), row > 0, channels, V)
     found *= tl.exp2(beyond(as_product(read), middle))
     store_tile((output + wide, below), found, there, channels, V)
 
@@ -532,7 +512,7 @@ def _channel_gradients(
         return
     row = tl.arange(0, C)
     there = row < count - start
-    zero = tl.minimum(count - start, 0) * 64
+    zero = tl.minimum(count - start, 0) * 64  # to the compiler any number: it keeps no loads to be done again
     u = log_decay + program * C * V
     queries_at = token_rows(q, low + start, row, head, heads, K)
     x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
@@ -581,7 +561,7 @@ def _channel_gradients(
     read = tl.exp2(beyond(as_product(read), middle))
     read = (read * as_product(load_tile((grad_output + wide, below), there, channels, V))).to(OPERAND)
     passing = found * read
-    before = passing
+    before = passing  # what does not pass over a step of its own token
     if not RESIDUAL:
         turned = tl.trans(scores)
         asked = through_chunk(asked, turned, read, u, row, channels, zero, 1, 1, SPANS, V, OPERAND, PRECISION)
@@ -595,16 +575,18 @@ def _channel_gradients(
         of_z = as_product(load_tile((grad_z + wide, below), there, channels, V))
         y = as_product(load_tile((v + wide, below), there, channels, V))
         passing -= eta * y * of_z
+        owed = eta * of_z * (written - y)
     else:
         passing -= eta * written * asked
         of_z += asked
+    store_tile((grad_v + wide, below), eta * of_z, there, channels, V)
+    of_eta = of_z * written
     of_decay = kept + suffix_sums(passing, row, OPERAND)
-    if LAG > 0:  # what does not pass over a step of its own token
+    if LAG > 0:
         of_decay -= before
     if RESIDUAL:
-        of_decay -= eta * of_z * (written - y)
+        of_decay -= owed
 
-    store_tile((grad_v + wide, below), eta * of_z, there, channels, V)
     valid = count
     if MASKED:
         valid = tl.load(lengths + sequence).to(tl.int32)
@@ -615,7 +597,7 @@ def _channel_gradients(
         base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
     statistic = tl.load(energy + program * C + row)
     of_gain, of_ridge, of_energy = _rate_gradients(
-        beta, eta, base, statistic, of_z * written, of_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
+        beta, eta, base, statistic, of_eta, of_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
     )
     store_tile((grad_gain + wide, below), of_gain, there, channels, V)
     tl.store(sums + program * C + row, of_ridge)
@@ -703,10 +685,10 @@ def _key_gradients(
                 product = tl.dot(early, tl.trans(late), input_precision=PRECISION)
                 of_gram -= tl.where(apart, product, 0.0)
         product = tl.dot(z, tl.trans(out), input_precision=PRECISION)
-        of_scores += tl.where(paired(row[None, :], row[:, None], BLOCK_BITS, LAG), product, 0.0)
+        of_scores += tl.where(paired(row[None, :], row[:, None], LAG), product, 0.0)
         if RESIDUAL:
             product = tl.dot(z, tl.trans(asked), input_precision=PRECISION)
-            of_gram -= tl.where(paired(row[None, :], row[:, None], BLOCK_BITS, 1), product, 0.0)
+            of_gram -= tl.where(paired(row[None, :], row[:, None], 1), product, 0.0)
     left = of_scores.to(OPERAND)
     system = of_gram.to(OPERAND)
 
