@@ -53,6 +53,16 @@ def test_the_second_launch_with_the_same_flags_reuses_the_first():
     ]
 
 
+def test_an_argument_that_comes_or_goes_is_another_kernel():
+    kernel, tensor = Kernel(), torch.zeros(2)
+    launch = Launcher(kernel, (5,), {"SIZE": 8, "FLAG": False}, aligned=True)
+    for given in (tensor, None, tensor, None):
+        launch(tensor, given)
+    assert [call[0] for call in kernel.calls] == ["triton", "triton", "compiled", "compiled"]
+    address = tensor.data_ptr()
+    assert [call[-4:-2] for call in kernel.calls[2:]] == [(address, address), (address, None)]
+
+
 @pytest.mark.parametrize("why", ["not aligned", "interpreted", "unknown version"])
 def test_else_every_launch_is_tritons(why, monkeypatch):
     monkeypatch.setattr(launcher, "KNOWN", why != "unknown version")

@@ -259,6 +259,7 @@ def test_operators():
 
 
 LINEAR = {case: options for case, options in CASES.items() if "layer_types" not in options}
+LINEAR["numbers"] = {"ridge_scale": 3.0, "rms_norm_eps": 0.1, "ridge": "direct"}
 
 
 @pytest.mark.parametrize(("case", "masked"), [*((case, True) for case in LINEAR), ("falcon_3a", False)])
@@ -347,13 +348,21 @@ def _wrapped(model):
         new.weight = old.weight
 
 
+def _biased(model):
+    for layer in model.model.layers:
+        for name in ("gain_proj", "ridge_proj", "o_proj"):
+            old = getattr(layer.linear_attn, name)
+            new = nn.Linear(old.in_features, old.out_features, dtype=old.weight.dtype)
+            setattr(layer.linear_attn, name, new)
+
+
 def _replaced(model):
     for layer in model.model.layers:
         gate = layer.linear_attn.gain_proj
         gate.forward = lambda x, gate=gate: 2 * nn.Linear.forward(gate, x)
 
 
-@pytest.mark.parametrize("change", [_hooked, _wrapped, _replaced])
+@pytest.mark.parametrize("change", [_hooked, _wrapped, _biased, _replaced])
 @torch.no_grad()
 def test_modules_that_do_more_are_called(change, fused):
     model, ids = tiny_model(torch.float32), tokens(2, 5)

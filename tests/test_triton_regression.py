@@ -266,7 +266,7 @@ def test_what_no_gradient_needs_is_not_kept(monkeypatch):
 
 
 def test_one_pass_where_rows_and_tiles_fill_the_card(monkeypatch):
-    """Rows x value tiles and the card decide, but never for documents, or where there is no configuration of a pass."""
+    """Rows x value tiles and the card decide, but never for documents or without a configuration of a pass."""
     monkeypatch.setattr(launch, "card", lambda device: ("large", 132))
     config = launch.Config(64, 4, 1)
     found = [launch.fused(DEVICE, config, rows, 64, packed=False) for rows in (1, 115, 116, 384)]

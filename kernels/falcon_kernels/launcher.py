@@ -1,8 +1,8 @@
 """Launches that do not ask Triton anew, argument by argument, which compilation of a kernel fits.
 
 A compilation follows from constants, dtypes, which arguments are None, the integers, and whether pointers are multiples
-of 16 bytes. Who makes a `Launcher` promises that only the pointers change between its calls, and that they stay
-multiples of 16 bytes if `aligned`; else every launch goes Triton's own way.
+of 16 bytes. Who makes a `Launcher` promises that between calls only the pointers change, and which of them are None,
+and that they stay multiples of 16 bytes if `aligned`; else every launch goes Triton's own way.
 """
 
 from typing import Any
@@ -33,11 +33,12 @@ class Launcher:
         self.kernel, self.constants, self.flags = kernel, constants, flags
         self.grid = (*grid, 1, 1)[:3]
         self.aligned = aligned and KNOWN
-        self.ready: dict[tuple, tuple] = {}  # by flags: a kernel, which arguments are tensors, constants
+        self.ready: dict[tuple, tuple] = {}  # by flags and absences: a kernel, which arguments are tensors, constants
 
     def __call__(self, *arguments, flags: tuple = ()) -> None:
-        if flags in self.ready and not _observed():
-            compiled, tensors, constants = self.ready[flags]
+        kind = flags, tuple([argument is None for argument in arguments])
+        if kind in self.ready and not _observed():
+            compiled, tensors, constants = self.ready[kind]
             stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
             pointers = list(arguments)
             for i in tensors:
@@ -51,4 +52,4 @@ class Launcher:
         if self.aligned and compiled is not None:  # the interpreter compiles nothing
             names = self.kernel.arg_names[len(arguments) :]
             tensors = tuple(i for i, t in enumerate(arguments) if isinstance(t, torch.Tensor))
-            self.ready[flags] = compiled, tensors, tuple(constants[name] for name in names)
+            self.ready[kind] = compiled, tensors, tuple(constants[name] for name in names)

@@ -169,7 +169,7 @@ def _forward(
     tl.store(weight + number, eta)
     tl.store(log_decay + number, decay)
     tl.store(energy + number, statistic)
-    if top is not None:
+    if SMOOTHNESS == 1 and top is not None:
         for a in tl.static_range(W):
             tl.store(top + a * behind + number, unit[a])
     if W > 1:

@@ -854,7 +854,7 @@ def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: 
     """Fills `output` [B, T, H, V] and, where given, `final` [S, H, K, V]."""
     q, k, v, tables = call.q, call.k, call.v, call.tables
     previous, _, tail_x, tail_v, _ = call.before
-    top = None if plan.top is None else torch.empty(plan.top, dtype=torch.float32, device=q.device)
+    top = torch.empty(plan.top, dtype=torch.float32, device=q.device) if keep and plan.top is not None else None
     weight, log_decay, energy = triton_schedule.forward(plan.schedule, call, top if plan.exact else None)
     states = torch.empty(plan.states, dtype=plan.operand, device=q.device) if keep else None
     lost, made = (torch.empty(s, dtype=plan.operand, device=q.device) for s in (plan.lost, plan.made))
