@@ -186,9 +186,12 @@ def worker(work: str, shape_name: str, folder: Path) -> None:
 
 # What a kernel reads and writes at least, forward and backward: tensors [B, T, H, K] and a memory [K, V] for each
 # chunk of 64 tokens, in bfloat16, and inverses [64, 64] in float32, of which blocks above the diagonal are not read.
-# falcon_3's chunks have 29 tokens and 32 pairs, with a row of each in what `_local` makes, and 29 x 4 rows are solved.
+# Gains and running log decays of channels are in float32 and count as two tensors each; falcon_2's products of keys in
+# blocks of 16 tokens are a quarter of an inverse. falcon_3's chunks have 29 tokens and 32 pairs, with a row of each in
+# what `_local` makes, and 29 x 4 rows are solved.
 PAIRS, MEMORIES = 32 / 29, 64 / 29
 ADDITIVE = {"_forward": (1, 0, 0), "_pass": (4, 1, 0), "_reverse_pass": (2, 1, 0), "_chunk_backward": (7, 2, 0)}
+CHANNEL = {"_rates": (5, 0, 0), "_read": (8, 1, 0), "_channel_gradients": (11, 2, 0), "_key_gradients": (10, 2, 0)}
 MOVED: dict[str, dict[str, tuple[float, float, float]]] = {
     "falcon_1a": ADDITIVE,
     "falcon_3a": ADDITIVE,
@@ -202,6 +205,16 @@ MOVED: dict[str, dict[str, tuple[float, float, float]]] = {
         "_read": (4, 1, 0),
         "_reverse": (6, 1, 0),
         "_gradients": (9, 2, 0),  # elsewhere half of the inverses too
+    },
+    "falcon_2a": CHANNEL | {"_pass": (6, 1, 0), "_reverse_pass": (4, 1, 0)},
+    "falcon_2": CHANNEL
+    | {
+        "_rates": (5, 0, 1 / 4),
+        "_solve": (7, 1, 1 / 4),
+        "_within": (6, 0, 0),
+        "_unsolve": (9, 1, 1 / 4),
+        "_channel_gradients": (13, 2, 0),
+        "_key_gradients": (11, 2, 0),
     },
     "falcon_3": {
         "_forward": (1, 0, 0),

@@ -102,7 +102,7 @@ def test_the_code_is_flat_and_needs_nothing_but_torch_and_transformers(tmp_path)
         assert {f"{name}.py" for name in get_relative_imports(path)} <= files.keys()
     assert needed - sys.stdlib_module_names == {"torch", "transformers", "huggingface_hub"}
     assert all(len(text) < 60_000 for text in files.values())
-    assert sum(map(len, files.values())) < 520_000
+    assert sum(map(len, files.values())) < 525_000
     assert f"its code, {len(files)} files of Python" in (Path(__file__).parents[1] / "README.md").read_text("utf-8")
 
 

@@ -152,6 +152,22 @@ def test_decay_at_its_floor(name, timing):
     compare(rule, inputs, state)
 
 
+@pytest.mark.parametrize("length", [47, 64, 82])
+@pytest.mark.parametrize("timing", ["read_before_write", "read_after_write"])
+@pytest.mark.parametrize("name", NAMES)
+def test_spans_of_64_tokens(name, timing, length, monkeypatch):
+    """In float32 chunks are shorter; those of 16-bit operands have spans of 64, 32 and 16 tokens. At the floor within
+    some of them, and across their middles."""
+    monkeypatch.setattr(launch, "chunk_length", lambda *_: 64)
+    rule = Rule(name, timing=timing, ridge="direct")
+    inputs, state = case(rule, length)
+    inputs["gain"] = 1.5 + inputs["gain"] / 4.1
+    inputs["gain"][..., ::3] = 1e-4
+    inputs["ridge"][:, 12:20] = 1e5
+    inputs["ridge"][:, 30:33] = 1e5
+    compare(rule, inputs, state)
+
+
 @pytest.mark.parametrize("ridge", ["scale_coupled", "direct", "none"])
 @pytest.mark.parametrize("name", NAMES)
 def test_zero_keys_and_gains(name, ridge):

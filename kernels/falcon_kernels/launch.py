@@ -144,15 +144,17 @@ class Channel(NamedTuple):
 
 
 def _channel(passes: Config, solves: Config, tile: int = 64, registers: int | None = None) -> Channel:
-    """Passes and solves go along sequences; the other kernels, each on a chunk, are launched alike everywhere."""
-    few, many = Config(tile, 4, 1, tile), Config(tile, 8 if tile == 64 else 4, 1, tile)
-    return Channel(few, passes, many._replace(registers=registers), passes, many, many, solves, few, solves)
+    """Passes and solves go along sequences; the other kernels, each on a chunk, are launched alike everywhere: a warp
+    has a block of 16 tokens."""
+    chunk = Config(tile, 4, 1, tile)
+    read = chunk._replace(registers=registers)
+    return Channel(chunk, passes, read, passes, chunk, chunk, solves, chunk, solves)
 
 
 CHANNEL = {  # keys as in TABLE
-    ("large", 2, 64): _channel(Config(64, 4, 3), Config(64, 4, 2), registers=128),
-    ("large", 2, 128): _channel(Config(64, 4, 3), Config(64, 4, 2), registers=128),
-    ("large", 2, 256): _channel(Config(64, 8, 2), Config(64, 8, 2), registers=128),
+    ("large", 2, 64): _channel(Config(64, 4, 3), Config(64, 4, 2), registers=168),
+    ("large", 2, 128): _channel(Config(64, 4, 3), Config(64, 4, 2), registers=168),
+    ("large", 2, 256): _channel(Config(64, 8, 2), Config(64, 8, 2), registers=168),
     ("safe", 2, 64): _channel(Config(64, 4, 2), Config(64, 4, 2)),
     ("safe", 2, 128): _channel(Config(64, 4, 1), Config(64, 4, 1)),
     ("safe", 2, 256): _channel(Config(64, 8, 1), Config(64, 8, 1)),

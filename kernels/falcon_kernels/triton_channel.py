@@ -16,6 +16,12 @@ halves: r is then the last token of the first half, and no exponent is positive.
 with r in their middle: 8 steps on either side, of at most 5 each. So A counts log2(C / 16) + 1 times, each time masked
 to the pairs of one span, and whole; no mask has a channel.
 
+Of a token exp is taken twice: exp(u_m - u_s) gives and exp(u_t - u_m) reads as of the middle m of its block. From there
+to a span's reference, and on to the next, all tokens of a block go by one factor a channel, exp of what is never
+positive, of which a chunk has C / 16 rows. `through_chunk` brings what a token finds nearer, from the chunk's start to
+that of each half that the token lies in and to the middle of its block, and adds at each stop the product with what
+the others give, taken from their middles to that stop. Backward it is the same from the chunk's end.
+
 Backward, with dO the cotangent of O and G that of what the chunk leaves,
 
     G_in  = G Diag(exp(u_C)) + Q' (exp(u) o dO)
@@ -57,12 +63,17 @@ from .triton_layout import (
     chunk_of,
     exists,
     load_rows,
+    load_rows_again,
+    load_tile,
+    load_tile_again,
     operand_dtype,
     span,
     store_rows,
+    store_tile,
     token_rows,
     x_rows,
 )
+from .triton_regression import _halves
 from .triton_schedule import (
     LOG2_E,
     Call,
@@ -73,7 +84,6 @@ from .triton_schedule import (
     _log1p_negative,
     _step_size,
     pair_exists,
-    step_gradients,
 )
 
 BLOCK = tl.constexpr(16)  # tokens over which decays are multiplied up around the middle one
@@ -156,33 +166,101 @@ def row_of(u, channels, AT: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def reference(u, row, channels, bits, V: tl.constexpr):
-    """[C, BV] u at the last token of the first half of each row's span of 2 ** bits tokens."""
-    middle = ((row >> bits << 1) + 1 << (bits - 1)) - 1
-    return load_rows(u + middle * V, row >= 0, channels, V)
+def paired(late, early, LAG: tl.constexpr):
+    """Which tokens `late` have `early` in their block and come LAG after it or later; both shaped to broadcast."""
+    return (late // BLOCK == early // BLOCK) & (late - early >= LAG)
 
 
 @triton.jit
-def apart(exponent, bits):
-    """exp2 of an exponent that is positive only where it is not used, or in blocks."""
-    return tl.exp2(tl.where(bits > BLOCK_BITS, tl.minimum(exponent, 0.0), exponent))
-
-
-@triton.jit
-def paired(late, early, bits, LAG: tl.constexpr):
-    """Which tokens `late` have `early` in the first half of their span, themselves being in the second; of a block,
-    which come LAG after or later. Both shaped to broadcast."""
-    beyond = tl.where(bits > BLOCK_BITS, (late >> (bits - 1)) - (early >> (bits - 1)), late - early + 1 - LAG)
-    return (late >> bits == early >> bits) & (beyond > 0)
-
-
-@triton.jit
-def read_decays(u, decays, row, channels, LAG: tl.constexpr, V: tl.constexpr):
-    """[C, BV] log decays of what each token reads of the memory that the chunk finds."""
-    if LAG == 0:
-        return decays
+def load_all(at, channels, V: tl.constexpr):
+    """`load_tile` of rows that all exist."""
+    if (channels.shape[0] * 0 + V) % channels.shape[0] == 0:  # an int beside a constexpr in the interpreter
+        return tl.load(at[0] + (at[1][:, None] + channels[None, :]))
     else:
-        return load_rows(u + (row - LAG) * V, row >= LAG, channels, V)
+        return tl.load(at[0] + (at[1][:, None] + channels[None, :]), mask=(channels < V)[None, :], other=0.0)
+
+
+@triton.jit
+def edge(u, first, channels, bits, AFTER: tl.constexpr, V: tl.constexpr):
+    """[N, BV] u before, or AFTER, the span of 2 ** bits tokens that each block lies in; blocks begin at `first` [N]."""
+    last = ((first >> bits) + AFTER << bits) - 1
+    return load_tile((u, last * V), last >= 0, channels, V)
+
+
+@triton.jit
+def middles(u, first, channels, V: tl.constexpr):
+    """[N, BV] u in the middle of each block."""
+    return load_all((u, (first + MIDDLE) * V), channels, V)
+
+
+@triton.jit
+def by_block(tile, factors):
+    """tile [C, BV] times its blocks' factors [N, BV]."""
+    blocks: tl.constexpr = factors.shape[0]
+    rows: tl.constexpr = tile.shape[0]
+    width: tl.constexpr = tile.shape[1]
+    same = tl.broadcast_to(tl.arange(0, blocks)[:, None], (blocks, width))
+    factors = tl.gather(factors, same, 0)  # by way of shared memory: else every thread would compute its own
+    parts = tl.reshape(tile, (blocks, rows // blocks, width))
+    return tl.reshape(parts * factors[:, None, :], (rows, width))
+
+
+@triton.jit
+def beyond(tile, references):
+    """tile [C, BV] less its blocks' references [N, BV]."""
+    blocks: tl.constexpr = references.shape[0]
+    rows: tl.constexpr = tile.shape[0]
+    width: tl.constexpr = tile.shape[1]
+    parts = tl.reshape(tile, (blocks, rows // blocks, width))
+    return tl.reshape(parts - references[:, None, :], (rows, width))
+
+
+@triton.jit
+def as_product(tile):
+    """tile [C, BV] in float32, laid out over threads as products are. What is computed of loads and of products would
+    else be computed in both layouts, or cross over between them each time."""
+    left = tl.zeros([tile.shape[0], 16], tl.bfloat16)
+    right = tl.zeros([16, tile.shape[1]], tl.bfloat16)
+    return tl.dot(left, right, tile.to(tl.float32))
+
+
+@triton.jit
+def across(row, bits, BACK: tl.constexpr):
+    """[C, C] which rows are tokens of a span's second half and columns of its first, of spans of 2 ** bits; BACK: the
+    other way round."""
+    half = row // BLOCK >> (bits - 1 - BLOCK_BITS)
+    late, early = (half[None, :], half[:, None]) if BACK else (half[:, None], half[None, :])
+    return (late ^ early == 1) & (late > early)
+
+
+@triton.jit
+def through_chunk(
+    found, scores, given, u, row, channels, nothing, BACK: tl.constexpr, LAG: tl.constexpr, SPANS: tl.constexpr,
+    V: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[C, BV] what tokens have `found` and what earlier ones have `given`, as of the middles of the tokens' blocks.
+
+    found: as of the chunk's start, with BACK its end, and then later tokens give. given: as of the middles of the
+    givers' blocks. scores: [C, C] of who is given to and who gives. nothing: 0, but to the compiler any number: it
+    unrolls no loop, with all of its loads.
+    """
+    first = tl.arange(0, row.shape[0] // BLOCK) * BLOCK
+    middle = middles(u, first, channels, V)
+    for i in range(SPANS - 1 + nothing):
+        bits = BLOCK_BITS + SPANS - 1 - i
+        nearer = edge(u, first, channels, bits - 1, BACK, V) - edge(u, first, channels, bits, BACK, V)
+        passing = edge(u, first, channels, bits - 1, 1 - BACK, V) - middle
+        if BACK:
+            nearer, passing = -nearer, -passing
+        seen = tl.where(across(row, bits, BACK), scores, 0.0)
+        passing = by_block(given, tl.exp2(passing)).to(OPERAND)
+        found = tl.dot(seen, passing, by_block(found, tl.exp2(nearer)), input_precision=PRECISION)
+    nearer = middle - edge(u, first, channels, BLOCK_BITS, BACK, V)
+    if BACK:
+        nearer = -nearer
+    late, early = (row[None, :], row[:, None]) if BACK else (row[:, None], row[None, :])
+    seen = tl.where(paired(late, early, LAG), scores, 0.0)
+    return tl.dot(seen, given.to(OPERAND), by_block(found, tl.exp2(nearer)), input_precision=PRECISION)
 
 
 # Passes over chunks
@@ -340,34 +418,74 @@ def _read(
         return
     row = tl.arange(0, C)
     there = row < count - start
-    nothing = tl.minimum(count - start, 0)  # to the compiler any number: it unrolls no loop, with all of its loads
+    zero = tl.minimum(count - start, 0) * 64  # to the compiler any number: it unrolls no loop, with all of its loads
     u = log_decay + program * C * V
     q_at = token_rows(q, low + start, row, head, heads, K)
     x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
     readable = exists(start + row, there, SHIFT, CARRIED)
-    decays = load_rows(u + row * V, row >= 0, channels, V)
-    read = read_decays(u, decays, row, channels, LAG, V)
-    y = load_rows(token_rows(written, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-    beta = load_rows(token_rows(gain, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-    z = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED) * y
-
+    wide = ((low + start) * heads + head) * V
+    below = row * (heads * V)
     scores = tl.zeros([C, C], tl.float32)
     found = tl.zeros([C, BV], tl.float32)
-    for begin in range(0, K + nothing, BK):
+    for begin in range(0, K + zero, BK):
         columns = begin + tl.arange(0, BK)
         queries = load_rows(q_at, there, columns, K).to(OPERAND)
         x = load_rows(x_at, readable, columns, K).to(OPERAND)
         s = _block(states + program * K * V, columns, channels, K, V).to(OPERAND)
         scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
         found = tl.dot(queries, s, found, input_precision=PRECISION)
-    found *= tl.exp2(read)
-    for i in range(SPANS + nothing):
-        bits = BLOCK_BITS + SPANS - 1 - i
-        middle = reference(u, row, channels, bits, V)
-        seen = tl.where(paired(row[:, None], row[None, :], bits, LAG), scores, 0.0).to(OPERAND)
-        early = (apart(middle - decays, bits) * z).to(OPERAND)
-        found += apart(read - middle, bits) * tl.dot(seen, early, input_precision=PRECISION)
-    store_rows(token_rows(output, low + start, row, head, heads, V), found, there, channels, V)
+
+    middle = middles(u, tl.arange(0, C // BLOCK) * BLOCK, channels, V)
+    eta = as_product(load_tile((gain + wide, below), there, channels, V))
+    eta = step_of(eta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED)
+    z = tl.exp2(-beyond(as_product(load_all((u, row * V), channels, V)), middle)) * eta
+    z = (z * as_product(load_tile((written + wide, below), there, channels, V))).to(OPERAND)
+    scores = scores.to(OPERAND)
+    found = through_chunk(found, scores, z, u, row, channels, zero, 0, LAG, SPANS, V, OPERAND, PRECISION)
+    read = load_all((u, row * V + zero), channels, V) if LAG == 0 else load_tile((u - V, row * V), row > 0, channels, V)
+    found *= tl.exp2(beyond(as_product(read), middle))
+    store_tile((output + wide, below), found, there, channels, V)
+
+
+@triton.jit
+def suffix_sums(tile, row, OPERAND: tl.constexpr):
+    """[C, BV] sums of a tile's rows from each on, as a product; of two halves where operands are bfloat16."""
+    on = as_product(tl.where(row[:, None] <= row[None, :], 1.0, 0.0)).to(OPERAND)
+    if tl.bfloat16 == OPERAND:
+        high, low = _halves(tile)
+        return tl.dot(on, high, tl.dot(on, low))
+    else:
+        return tl.dot(on, tile, input_precision="ieee")
+
+
+@triton.jit
+def _rate_gradients(
+    beta, eta, base, statistic, of_eta, of_decay, active, RIDGE: tl.constexpr, DIRECT: tl.constexpr,
+    CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
+):  # fmt: skip
+    """`step_gradients` of channels: of gains [C, BV], and summed over the channels those of ridge and energy [C]."""
+    _, used, safe, possible = _step_size(base, base, statistic, active, RIDGE, DIRECT, CAPPED, EPSILON)
+    inverse = tl.where(active & possible, 1.0 / safe, 0.0)
+    alpha = eta * used[:, None]
+    of_rate = tl.where(alpha <= 1.0 - FLOOR, of_decay / (1.0 - alpha), 0.0)  # none through the clamp
+    of_eta -= of_rate * used[:, None]
+    of_energy = tl.zeros(statistic.shape, tl.float32)
+    if not DIRECT:
+        of_gain = of_eta * inverse[:, None]
+        of_energy -= tl.sum(of_eta * eta, 1) * inverse
+    elif CAPPED:
+        cap = 2.0 * inverse[:, None]
+        share = tl.where(beta < cap, 1.0, tl.where(beta == cap, 0.5, 0.0))
+        of_gain = of_eta * share
+        of_energy -= tl.sum(of_eta * (1.0 - share), 1) * 2.0 * inverse * inverse
+    else:
+        of_gain = tl.where(active[:, None], of_eta, 0.0)
+    of_ridge = of_energy - tl.where(active, tl.sum(of_rate * eta, 1), 0.0)
+    if RIDGE == 2:
+        if not DETACH:
+            of_energy += of_ridge * base
+        of_ridge *= statistic
+    return of_gain, of_ridge, of_energy
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -394,83 +512,81 @@ def _channel_gradients(
         return
     row = tl.arange(0, C)
     there = row < count - start
-    nothing = tl.minimum(count - start, 0)  # to the compiler any number: it unrolls no loop, with all of its loads
+    zero = tl.minimum(count - start, 0) * 64  # to the compiler any number: it keeps no loads to be done again
     u = log_decay + program * C * V
-    q_at = token_rows(q, low + start, row, head, heads, K)
+    queries_at = token_rows(q, low + start, row, head, heads, K)
     x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
     readable = exists(start + row, there, SHIFT, CARRIED)
-    decays = load_rows(u + row * V, row >= 0, channels, V)
-    read = read_decays(u, decays, row, channels, LAG, V)
-    end = row_of(u, channels, C - 1, V)
-    y = load_rows(token_rows(v, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-    out = load_rows(token_rows(grad_output, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-    beta = load_rows(token_rows(gain, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-    written = y
-    if RESIDUAL:
-        written = load_rows(token_rows(residuals, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-    z = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED) * written
-
+    wide = ((low + start) * heads + head) * V
+    below = row * (heads * V)
     scores = tl.zeros([C, C], tl.float32)
     found = tl.zeros([C, BV], tl.float32)
     kept = tl.zeros([1, BV], tl.float32)
-    for begin in range(0, K + nothing, BK):
+    for begin in range(0, K + zero, BK):
         columns = begin + tl.arange(0, BK)
-        s = _block(states + program * K * V, columns, channels, K, V)
-        g = _block(grad_states + program * K * V, columns, channels, K, V)
-        kept += tl.sum(s.to(tl.float32) * g.to(tl.float32), 0)[None, :]
+        queries = load_rows(queries_at, there, columns, K).to(OPERAND)
         x = load_rows(x_at, readable, columns, K).to(OPERAND)
-        queries = load_rows(q_at, there, columns, K).to(OPERAND)
-        found = tl.dot(queries, s.to(OPERAND), found, input_precision=PRECISION)
+        s = load_tile((states + program * K * V, columns * V), columns < K, channels, V)
+        g = load_tile((grad_states + program * K * V, columns * V), columns < K, channels, V)
         scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
-    found *= tl.exp2(read)
-    for i in range(SPANS + nothing):
-        bits = BLOCK_BITS + SPANS - 1 - i
-        middle = reference(u, row, channels, bits, V)
-        seen = tl.where(paired(row[:, None], row[None, :], bits, 1), scores, 0.0).to(OPERAND)
-        early = (apart(middle - decays, bits) * z).to(OPERAND)
-        found += apart(read - middle, bits) * tl.dot(seen, early, input_precision=PRECISION)
-    passing = found * out
-    before = passing * LAG  # what does not pass over a step of its own token
-
+        found = tl.dot(queries, s.to(OPERAND), found, input_precision=PRECISION)
+        kept += tl.sum(s.to(tl.float32) * g.to(tl.float32), 0)[None, :]
     own = tl.zeros([C], tl.float32)
     if LAG == 0:
         own = tl.sum(tl.where(row[:, None] == row[None, :], scores, 0.0), 1)
-    scores = tl.zeros([C, C], tl.float32)
-    of_z = tl.zeros([C, BV], tl.float32)
-    for begin in range(0, K + nothing, BK):
-        columns = begin + tl.arange(0, BK)
-        x = load_rows(x_at, readable, columns, K).to(OPERAND)
-        g = _block(grad_states + program * K * V, columns, channels, K, V).to(OPERAND)
-        of_z = tl.dot(x, g, of_z, input_precision=PRECISION)
-        if not RESIDUAL:
-            queries = load_rows(q_at, there, columns, K).to(OPERAND)
-            scores = tl.dot(x, tl.trans(queries), scores, input_precision=PRECISION)
-    of_z *= tl.exp2(end - decays)
-    passed = z * of_z
-    kept = kept * tl.exp2(end) + tl.sum(passed, 0)[None, :]
-    passing -= passed
-    of_z += own[:, None] * out
-    if RESIDUAL:
-        whole = load_rows(token_rows(grad_z, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-        read_z, of_z = whole - of_z, whole
-    else:
-        read_z = tl.zeros([C, BV], tl.float32)
-        for i in range(SPANS + nothing):
-            bits = BLOCK_BITS + SPANS - 1 - i
-            middle = reference(u, row, channels, bits, V)
-            seen = tl.where(paired(row[None, :], row[:, None], bits, 1), scores, 0.0).to(OPERAND)
-            late = (apart(read - middle, bits) * out).to(OPERAND)
-            read_z += apart(middle - decays, bits) * tl.dot(seen, late, input_precision=PRECISION)
-        of_z += read_z
-    passing -= z * read_z
-    if RESIDUAL:
-        owed = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED) * of_z * (written - y)
-        passing += owed
-        before += owed
-    of_decay = kept + tl.cumsum(passing, 0, reverse=True) - before
+    scores = scores.to(OPERAND)
 
-    eta = step_of(beta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED)
-    store_rows(token_rows(grad_v, low + start, row, head, heads, V), eta * of_z, there, channels, V)
+    first = tl.arange(0, C // BLOCK) * BLOCK
+    middle = middles(u, first, channels, V)
+    scaled = tl.load(scale + program * C + row)[:, None]
+    z = tl.exp2(-beyond(as_product(load_all((u, row * V), channels, V)), middle))
+    z *= step_of(as_product(load_tile((gain + wide, below), there, channels, V)), scaled, DIRECT, CAPPED)
+    written = residuals if RESIDUAL else v
+    z = (z * as_product(load_tile((written + wide, below), there, channels, V))).to(OPERAND)
+    found = through_chunk(found, scores, z, u, row, channels, zero, 0, 1, SPANS, V, OPERAND, PRECISION)
+    asked = tl.zeros([C, BV], tl.float32)
+    for begin in range(0, K + zero, BK):
+        columns = begin + tl.arange(0, BK)
+        x = load_rows_again(x_at, readable, columns, K).to(OPERAND)
+        g = load_tile_again((grad_states + program * K * V, columns * V), zero, columns < K, channels, V)
+        asked = tl.dot(x, g.to(OPERAND), asked, input_precision=PRECISION)
+    end = row_of(u, channels, C - 1, V)
+    passed = tl.exp2(end - middle) * tl.sum(tl.reshape(asked * z, (C // BLOCK, BLOCK, BV)), 1)
+    kept = kept * tl.exp2(end) + tl.sum(passed, 0)[None, :]
+
+    if LAG == 0:
+        read = load_all((u, row * V + zero), channels, V)
+    else:
+        read = load_tile_again((u - V, row * V), zero, row > 0, channels, V)
+    read = tl.exp2(beyond(as_product(read), middle))
+    read = (read * as_product(load_tile((grad_output + wide, below), there, channels, V))).to(OPERAND)
+    passing = found * read
+    before = passing  # what does not pass over a step of its own token
+    if not RESIDUAL:
+        turned = tl.trans(scores)
+        asked = through_chunk(asked, turned, read, u, row, channels, zero, 1, 1, SPANS, V, OPERAND, PRECISION)
+        asked *= tl.exp2(-beyond(as_product(load_all((u, row * V + 2 * zero), channels, V)), middle))
+    beta = as_product(load_tile_again((gain + wide, below), zero, there, channels, V))
+    eta = step_of(beta, scaled, DIRECT, CAPPED)
+    written = as_product(load_tile_again((written + wide, below), zero, there, channels, V))
+    of_z = own[:, None] * as_product(load_tile_again((grad_output + wide, below), zero, there, channels, V))
+    if RESIDUAL:
+        passing += eta * written * of_z
+        of_z = as_product(load_tile((grad_z + wide, below), there, channels, V))
+        y = as_product(load_tile((v + wide, below), there, channels, V))
+        passing -= eta * y * of_z
+        owed = eta * of_z * (written - y)
+    else:
+        passing -= eta * written * asked
+        of_z += asked
+    store_tile((grad_v + wide, below), eta * of_z, there, channels, V)
+    of_eta = of_z * written
+    of_decay = kept + suffix_sums(passing, row, OPERAND)
+    if LAG > 0:
+        of_decay -= before
+    if RESIDUAL:
+        of_decay -= owed
+
     valid = count
     if MASKED:
         valid = tl.load(lengths + sequence).to(tl.int32)
@@ -480,13 +596,37 @@ def _channel_gradients(
     if RIDGE > 0:
         base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
     statistic = tl.load(energy + program * C + row)
-    of_gain, of_ridge, of_energy = step_gradients(
-        beta, base[:, None], statistic[:, None], of_z * written, of_decay, active[:, None],
-        RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR,
-    )  # fmt: skip
-    store_rows(token_rows(grad_gain, low + start, row, head, heads, V), of_gain, there, channels, V)
-    tl.store(sums + program * C + row, tl.sum(of_ridge, 1))
-    tl.store(sums + behind + program * C + row, tl.sum(of_energy, 1))
+    of_gain, of_ridge, of_energy = _rate_gradients(
+        beta, eta, base, statistic, of_eta, of_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
+    )
+    store_tile((grad_gain + wide, below), of_gain, there, channels, V)
+    tl.store(sums + program * C + row, of_ridge)
+    tl.store(sums + behind + program * C + row, of_energy)
+
+
+@triton.jit
+def _as_of_middles(
+    written, gain, grad_z, grad_output, u, scaled, again, row, there, channels, below, LAG: tl.constexpr,
+    DIRECT: tl.constexpr, CAPPED: tl.constexpr, RESIDUAL: tl.constexpr, V: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """[C, BV] z, dO, and where a residual is written eta o dZ, all decayed to or from the middle of their blocks."""
+    middle = middles(u, tl.arange(0, row.shape[0] // BLOCK) * BLOCK, channels, V)
+    decays = beyond(as_product(load_all((u, row * V + again), channels, V)), middle)
+    reading = tl.exp2(decays)
+    before = reading
+    if LAG > 0 or RESIDUAL:
+        earlier = load_tile((u - V, row * V + again), row > 0, channels, V)
+        before = tl.exp2(beyond(as_product(earlier), middle))
+        if LAG > 0:
+            reading = before
+    out = (reading * as_product(load_tile((grad_output, below + again), there, channels, V))).to(OPERAND)
+    eta = as_product(load_tile((gain, below + again), there, channels, V))
+    eta = step_of(eta, scaled[:, None], DIRECT, CAPPED)
+    z = (tl.exp2(-decays) * eta * as_product(load_tile((written, below + again), there, channels, V))).to(OPERAND)
+    asked = z
+    if RESIDUAL:
+        asked = (before * eta * as_product(load_tile((grad_z, below + again), there, channels, V))).to(OPERAND)
+    return z, out, asked
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -501,7 +641,7 @@ def _key_gradients(
     """Gradients of q and the write features, where their keys lie, of one chunk and head; and of ridge.
 
     dA is held transposed, [written, reading]: so it is a left operand of dX, and a right one of dQ'. RESIDUAL: so is
-    that of X X', both ways round in one matrix.
+    that of X X', which counts both ways round.
     """
     program = tl.program_id(0).to(tl.int64)
     behind = tl.num_programs(0).to(tl.int64) * C
@@ -511,40 +651,46 @@ def _key_gradients(
         return
     row = tl.arange(0, C)
     there = row < count - start
-    nothing = tl.minimum(count - start, 0)  # to the compiler any number: it unrolls no loop, with all of its loads
+    zero = tl.minimum(count - start, 0) * 64  # to the compiler any number: it unrolls no loop, with all of its loads
     u = log_decay + program * C * V
     scaled = tl.load(scale + program * C + row)
-    written_at = token_rows(written, low + start, row, head, heads, V)
-    out_at = token_rows(grad_output, low + start, row, head, heads, V)
+    wide = ((low + start) * heads + head) * V
+    below = row * (heads * V)
+    written += wide
+    gain += wide
+    grad_output += wide
     if RESIDUAL:
-        grad_z_at = token_rows(grad_z, low + start, row, head, heads, V)
-    gain_at = token_rows(gain, low + start, row, head, heads, V)
+        grad_z += wide
+    first = tl.arange(0, C // BLOCK) * BLOCK
 
     of_scores = tl.zeros([C, C], tl.float32)
     of_gram = tl.zeros([C, C], tl.float32)
-    for begin in range(0, V, BV):
-        channels = begin + tl.arange(0, BV)
-        decays = load_rows(u + row * V, row >= 0, channels, V)
-        read = read_decays(u, decays, row, channels, LAG, V)
-        beta = load_rows(gain_at, there, channels, V).to(tl.float32)
-        eta = step_of(beta, scaled[:, None], DIRECT, CAPPED)
-        z = eta * load_rows(written_at, there, channels, V).to(tl.float32)
-        out = load_rows(out_at, there, channels, V).to(tl.float32)
-        for i in range(SPANS + nothing):
+    for tile in tl.static_range(0, V, BV):
+        channels = tile + tl.arange(0, BV)
+        middle = middles(u, first, channels, V)
+        z, out, asked = _as_of_middles(
+            written, gain, grad_z, grad_output, u, scaled, zero, row, there, channels, below, LAG, DIRECT, CAPPED,
+            RESIDUAL, V, OPERAND,
+        )  # fmt: skip
+        for i in range(SPANS - 1 + zero):
             bits = BLOCK_BITS + SPANS - 1 - i
-            middle = reference(u, row, channels, bits, V)
-            early = (apart(middle - decays, bits) * z).to(OPERAND)
-            late = (apart(read - middle, bits) * out).to(OPERAND)
+            apart = across(row, bits, 1)
+            early = by_block(z, tl.exp2(edge(u, first, channels, bits - 1, 1, V) - middle)).to(OPERAND)
+            factors = tl.exp2(middle - edge(u, first, channels, bits - 1, 0, V))
+            late = by_block(out, factors).to(OPERAND)
             product = tl.dot(early, tl.trans(late), input_precision=PRECISION)
-            of_scores += tl.where(paired(row[None, :], row[:, None], bits, LAG), product, 0.0)
+            of_scores += tl.where(apart, product, 0.0)
             if RESIDUAL:
-                late = apart(read_decays(u, decays, row, channels, 1, V) - middle, bits)
-                late = (late * eta * load_rows(grad_z_at, there, channels, V).to(tl.float32)).to(OPERAND)
+                late = by_block(asked, factors).to(OPERAND)
                 product = tl.dot(early, tl.trans(late), input_precision=PRECISION)
-                of_gram -= tl.where(paired(row[None, :], row[:, None], bits, 1), product, 0.0)
-                product = tl.dot(late, tl.trans(early), input_precision=PRECISION)
-                of_gram -= tl.where(paired(row[:, None], row[None, :], bits, 1), product, 0.0)
+                of_gram -= tl.where(apart, product, 0.0)
+        product = tl.dot(z, tl.trans(out), input_precision=PRECISION)
+        of_scores += tl.where(paired(row[None, :], row[:, None], LAG), product, 0.0)
+        if RESIDUAL:
+            product = tl.dot(z, tl.trans(asked), input_precision=PRECISION)
+            of_gram -= tl.where(paired(row[None, :], row[:, None], 1), product, 0.0)
     left = of_scores.to(OPERAND)
+    system = of_gram.to(OPERAND)
 
     of_energy = tl.zeros([C], tl.float32)
     of_ridge = tl.zeros([C], tl.float32)
@@ -559,28 +705,28 @@ def _key_gradients(
     x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
     into = x_rows(grad_k, grad_previous, grad_previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
     readable = exists(start + row, there, SHIFT, CARRIED)
-    for key_begin in range(0, K + nothing, BK):
+    for key_begin in range(0, K + zero, BK):
         columns = key_begin + tl.arange(0, BK)
         of_q = tl.zeros([BK, C], tl.float32)
         of_x = tl.zeros([C, BK], tl.float32)
         for begin in range(0, V, BV):
             channels = begin + tl.arange(0, BV)
-            decays = load_rows(u + row * V, row >= 0, channels, V)
-            read = read_decays(u, decays, row, channels, LAG, V)
-            out = load_rows(out_at, there, channels, V).to(tl.float32)
-            out = (tl.exp2(read) * out).to(OPERAND)
-            s = _block(states + program * K * V, columns, channels, K, V).to(OPERAND)
-            of_q = tl.dot(s, tl.trans(out), of_q, input_precision=PRECISION)
-            beta = load_rows(gain_at, there, channels, V).to(tl.float32)
-            eta = step_of(beta, scaled[:, None], DIRECT, CAPPED)
+            middle = middles(u, first, channels, V)
+            if V > BV:  # else they are those from above
+                z, out, asked = _as_of_middles(
+                    written, gain, grad_z, grad_output, u, scaled, 2 * zero, row, there, channels, below, LAG, DIRECT,
+                    CAPPED, RESIDUAL, V, OPERAND,
+                )  # fmt: skip
+            factors = tl.exp2(middle)
+            late = by_block(out, factors).to(OPERAND)
+            s = load_tile((states + program * K * V, columns * V), columns < K, channels, V).to(OPERAND)
+            of_q = tl.dot(s, tl.trans(late), of_q, input_precision=PRECISION)
             if RESIDUAL:
-                lost = tl.exp2(read_decays(u, decays, row, channels, 1, V)) * eta
-                lost = (-lost * load_rows(grad_z_at, there, channels, V).to(tl.float32)).to(OPERAND)
-                of_x = tl.dot(lost, tl.trans(s), of_x, input_precision=PRECISION)
-            z = eta * load_rows(written_at, there, channels, V).to(tl.float32)
-            z = (tl.exp2(row_of(u, channels, C - 1, V) - decays) * z).to(OPERAND)
-            g = _block(grad_states + program * K * V, columns, channels, K, V).to(OPERAND)
-            of_x = tl.dot(z, tl.trans(g), of_x, input_precision=PRECISION)
+                late = by_block(asked, -factors).to(OPERAND)
+                of_x = tl.dot(late, tl.trans(s), of_x, input_precision=PRECISION)
+            early = by_block(z, tl.exp2(row_of(u, channels, C - 1, V) - middle)).to(OPERAND)
+            g = load_tile((grad_states + program * K * V, columns * V), columns < K, channels, V).to(OPERAND)
+            of_x = tl.dot(early, tl.trans(g), of_x, input_precision=PRECISION)
         x = load_rows(x_at, readable, columns, K)
         of_q = tl.dot(tl.trans(x.to(OPERAND)), left, of_q, input_precision=PRECISION)
         of_q = tl.trans(of_q.to(grad_q.dtype.element_ty))
@@ -588,7 +734,8 @@ def _key_gradients(
         queries = load_rows(q_at, there, columns, K).to(OPERAND)
         of_x = tl.dot(left, queries, of_x, input_precision=PRECISION)
         if RESIDUAL:
-            of_x = tl.dot(of_gram.to(OPERAND), x.to(OPERAND), of_x, input_precision=PRECISION)
+            of_x = tl.dot(system, x.to(OPERAND), of_x, input_precision=PRECISION)
+            of_x = tl.dot(tl.trans(system), x.to(OPERAND), of_x, input_precision=PRECISION)
         of_x += 2.0 * of_energy[:, None] * x.to(tl.float32)
         store_rows(into, of_x, readable, columns, K)
         if SHIFT:  # the last key is nobody's write feature here

@@ -47,13 +47,13 @@ from torch import Tensor
 from . import launch, triton_channel
 from .triton_channel import (
     BLOCK,
-    BLOCK_BITS,
     MIDDLE,
-    apart,
+    as_product,
+    beyond,
     chunk_length,
+    load_all,
+    middles,
     paired,
-    read_decays,
-    reference,
     shapes,
     step_of,
 )
@@ -63,9 +63,10 @@ from .triton_layout import (
     chunk_of,
     exists,
     load_rows,
+    load_tile,
     operand_dtype,
     span,
-    store_rows,
+    store_tile,
     token_rows,
     x_rows,
 )
@@ -177,13 +178,16 @@ def _within(
         queries = load_rows(q_at, there, begin + tl.arange(0, BK), K).to(OPERAND)
         x = load_rows(x_at, readable, begin + tl.arange(0, BK), K).to(OPERAND)
         scores = tl.dot(x, tl.trans(queries), scores, input_precision=PRECISION)
-    out = load_rows(token_rows(grad_output, low + start, row, head, heads, V), there, channels, V).to(tl.float32)
-    decays = load_rows(u + row * V, row >= 0, channels, V)
-    middle = reference(u, row, channels, BLOCK_BITS, V)
-    out = (apart(read_decays(u, decays, row, channels, LAG, V) - middle, BLOCK_BITS) * out).to(OPERAND)
-    seen = tl.where(paired(row[None, :], row[:, None], BLOCK_BITS, LAG), scores, 0.0).to(OPERAND)
-    of_z = apart(middle - decays, BLOCK_BITS) * tl.dot(seen, out, input_precision=PRECISION)
-    store_rows(token_rows(grad_z, low + start, row, head, heads, V), of_z, there, channels, V)
+    wide, below = ((low + start) * heads + head) * V, row * (heads * V)
+    middle = middles(u, tl.arange(0, C // BLOCK) * BLOCK, channels, V)
+    decays = beyond(as_product(load_all((u, row * V), channels, V)), middle)
+    read = decays
+    if LAG > 0:
+        read = beyond(as_product(load_tile((u - V, row * V), row > 0, channels, V)), middle)
+    out = as_product(load_tile((grad_output + wide, below), there, channels, V))
+    seen = tl.where(paired(row[None, :], row[:, None], LAG), scores, 0.0).to(OPERAND)
+    of_z = tl.exp2(-decays) * tl.dot(seen, (tl.exp2(read) * out).to(OPERAND), input_precision=PRECISION)
+    store_tile((grad_z + wide, below), of_z, there, channels, V)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
