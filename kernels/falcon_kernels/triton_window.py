@@ -591,7 +591,7 @@ def _residuals(
 @triton.jit(do_not_specialize=NUMBERS)
 def _gradients(
     q, k, v, gain, ridge, previous, previous_valid, tail_x, tail_v, tail_valid, lengths, weight, log_decay, energy,
-    states, grad_output, grad_states, y, rho, grad_q, grad_gain, grad_ridge, grad_energy, part_x,
+    states, grad_output, grad_states, y, rho, scales, grad_q, grad_gain, grad_ridge, grad_energy, part_x,
     bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, LAG: tl.constexpr,
@@ -618,50 +618,65 @@ def _gradients(
     here = (e < C) & (start + e < count)
     given_at = token_rows(grad_output, low + start, e, head, heads, V)
     end_c, end_f = _at_end(log_decay, places, C, OPERAND)
-    rc, rf = _u(log_decay, places, e - LAG, OPERAND)
+    middle = tl.minimum(e - W // 2, C - 1)
+    mc, mf = _u(log_decay, places, middle, OPERAND)
+    scales += program * (W * HALF)
+    for slot in range(W):
+        token, writes = _writers(e, slot, start, count, C)
+        uc, uf = _u(log_decay, places, token, OPERAND)
+        eta = tl.load(weight + token, mask=writes, other=0.0)
+        tl.store(scales + slot * HALF + e, eta * tl.exp2(tl.where(writes, (mc - uc) + (mf - uf), 0.0)))
+    tl.debug_barrier()
     dp = tl.zeros([HALF, HALF], tl.float32)
     df = tl.zeros([HALF, HALF], tl.float32)
     of_values = tl.zeros([HALF], tl.float32)
     of_weight = tl.zeros([HALF], tl.float32)
+    ahead = e[:, None] - e[None, :]
     for tile in range(0, (V + BV - 1) // BV):
         columns = tile * BV + tl.arange(0, BV)
         given = load_rows(given_at, here, columns, V).to(OPERAND)
-        value = load_rows(v_at, valued, columns, V).to(tl.float32)
+        for slot in range(W):
+            token, writes = _writers(e, slot, start, count, C)
+            solution = load_rows(_slot_rows(y, program, slot, token, C, SPACE, V), writes, columns, V)
+            coupled = tl.zeros([HALF, HALF], tl.float32)
+            for other in range(W):
+                earlier, written = _writers(e, other, start, count, C)
+                residual = load_rows(_slot_rows(rho, program, other, earlier, C, SPACE, V), written, columns, V)
+                within = tl.dot(solution, tl.trans(residual), input_precision=PRECISION)
+                scale = tl.load(scales + other * HALF + e)
+                coupled += tl.where(ahead > slot - other, within * scale[None, :], 0.0)
+            eta = tl.load(weight + token, mask=writes, other=0.0)
+            tc, tf = _u(log_decay, places, token - 1, OPERAND)
+            df -= coupled * (eta * tl.exp2(tl.where(writes, (tc - mc) + (tf - mf), 0.0)))[:, None]
+            residual = load_rows(_slot_rows(rho, program, slot, token, C, SPACE, V), writes, columns, V)
+            read = tl.dot(given, tl.trans(residual), input_precision=PRECISION)
+            read *= tl.load(scales + slot * HALF + e)[None, :]
+            dp += tl.where(ahead >= LAG - slot, read, 0.0)
         made = tl.zeros([HALF, BV], tl.float32)
         dv = tl.zeros([HALF, BV], tl.float32)
         lost = tl.zeros([HALF, BV], tl.float32)
+        value = load_rows(v_at, valued, columns, V).to(tl.float32)
         for slot in range(W):
             token, writes = _writers(e, slot, start, count, C)
+            solution = load_rows(_slot_rows(y, program, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
+            residual = load_rows(_slot_rows(rho, program, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
             eta = tl.load(weight + token, mask=writes, other=0.0)
-            uc, uf = _u(log_decay, places, token, OPERAND)
             tc, tf = _u(log_decay, places, token - 1, OPERAND)
-            solution = load_rows(_slot_rows(y, program, slot, token, C, SPACE, V), writes, columns, V)
-            residual = load_rows(_slot_rows(rho, program, slot, token, C, SPACE, V), writes, columns, V)
-            read = e[:, None] - LAG >= token[None, :]
-            read = _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], read) * eta[None, :]
-            dp += tl.dot(given, tl.trans(residual), input_precision=PRECISION) * read
-            for other in range(W):
-                earlier, written = _writers(e, other, start, count, C)
-                w = tl.load(weight + earlier, mask=written, other=0.0)
-                sc, sf = _u(log_decay, places, earlier, OPERAND)
-                past = load_rows(_slot_rows(rho, program, other, earlier, C, SPACE, V), written, columns, V)
-                reach = _pairwise(
-                    tc[:, None], tf[:, None], sc[None, :], sf[None, :], token[:, None] > earlier[None, :]
-                ) * (eta[:, None] * w[None, :])  # fmt: skip
-                df -= tl.dot(solution, tl.trans(past), input_precision=PRECISION) * reach
-            residual = residual.to(tl.float32)
-            solution = solution.to(tl.float32)
             of_weight += moved(tl.sum(solution * residual, 1), slot, e)
             of_values += moved(tl.sum(solution * value, 1), slot, e)
-            made += residual * (eta * tl.exp2((end_c - uc) + (end_f - uf)))[:, None]
+            made += residual * tl.load(scales + slot * HALF + e)[:, None]
             dv += solution * eta[:, None]
             lost -= solution * (eta * tl.exp2(tc + tf))[:, None]
+        made *= tl.exp2((end_c - mc) + (end_f - mf))[:, None]
         tl.debug_barrier()
         store_rows(_rows_of(y, program, e, SPACE, V), dv, e >= 0, columns, V)
         store_rows(_rows_of(y, program, HALF + e, SPACE, V), lost, e >= 0, columns, V)
         store_rows(_rows_of(rho, program, e, SPACE, V), made, e >= 0, columns, V)
     tl.debug_barrier()
 
+    rc, rf = _u(log_decay, places, e - LAG, OPERAND)
+    df *= _pairwise(mc[:, None], mf[:, None], mc[None, :], mf[None, :], ahead > -W)
+    dp *= _pairwise(rc[:, None], rf[:, None], mc[None, :], mf[None, :], ahead > LAG - W)
     at_end = tl.exp2(end_c + end_f)
     q_at = token_rows(q, low + start, e, head, heads, K)
     of_read, of_written = tl.trans(dp).to(OPERAND), (df + tl.trans(df)).to(OPERAND)
@@ -871,6 +886,7 @@ class Plan:
         self.lost, self.made = ((layout.chunks, heads, layout.chunk + pairs, width) for width in (key_dim, value_dim))
         self.part_x = (chunks, pairs, key_dim)
         self.by_token = (chunks, pairs)
+        self.scales = (chunks, window, pairs)
         self.exact = options.smoothness == SMOOTHNESS["exact"]
         self.top = (window, *self.schedule.shapes[2]) if window <= LARGEST_EXACT_WINDOW else None
         self.across = (layout.length, layout.longest, heads)
@@ -954,7 +970,7 @@ def backward(
     grad_energy = empty(plan.by_token, torch.float32)
     plan.gradients(
         q, k, v, call.gain, call.ridge, previous, previous_valid, tail_x, tail_v, tail_valid, call.lengths, weight,
-        log_decay, energy, states, grad_output, grad_states, y, rho, into.q, into.gain, into.ridge, grad_energy,
+        log_decay, energy, states, grad_output, grad_states, y, rho, empty(plan.scales, torch.float32), into.q, into.gain, into.ridge, grad_energy,
         part_x, *tables, *plan.numbers,
     )  # fmt: skip
     del rho
