@@ -26,18 +26,30 @@ block finds, from u_b on,
     M <- exp(u_end - u_b) M + J' Diag(w exp(u_end - u)) rho:
 
 rho are residuals of pairs and what queries read. At most three tokens are a block, so that N^4 = 0 and the inverse is
-(I + N)(I + N^2), with no power above 3. All tiles are kept with their rows as columns: what one product leaves is the
-left operand of the next, in registers. Such products have fewer than 64 columns, and so kernels with them have at most
+(I + N)(I + N^2), with no power above 3. States are kept with their rows as columns: what one product leaves is the left
+operand of the next, in registers, or the right one once it is turned. Such products have fewer than 64 columns, and so kernels with them have at most
 two warps, which keeps them off the instructions that read past shared memory (launch.py).
 
-Back, with H the cotangent of M, starting from X G: Y = (I - Diag(w) N)^-T (J H exp(u_end - u); dO), what a row's write
-and a query's read are asked for, and H <- exp(u_end - u_b) H + X R' Diag(f w exp(u_{t-1} - u_b)) Y, w = 1 for queries.
-That needs no M, so it comes first and leaves Y (`adjoint`). The way forward again, now with values, ends with all else
-(`gradients`): cotangents of R X', rows of queries dP [C, E] and those of pairs dF [E, E] summed by pair, are
-Diag(f w exp(u_{t-1} - u_b)) Y M' and within a block f w_r exp(u_{t-1} - u_s) Y rho' w_s. Then
+Back, rows of a block are pairs alone, of four tokens: again N^4 = 0. With F = X S, which is what residuals are told of
+the memory, starting from F of what the chunk finds, and H the cotangent of M, starting from X G,
 
-    dQ = dP X + Diag(exp(u)) dO S'     dX = dP' Q + (dF + dF') X + M_C G' - J' Diag(w exp(u_{t-1})) Y S'
-    dV = J' Diag(w) Y                  dw_t = sum of Y * rho over the rows of t.
+    A = [t(s) < t(r)] exp(u_{t(r)-1} - u_s) R_r . R_s       B = [t(r) <= t] exp(u_t - u_r) q_t . R_r       (C rows)
+    rho = (I + A Diag(w))^-1 (J V - Diag(exp(u_{t-1} - u_b)) J F)
+    F <- exp(u_end - u_b) F + X R' Diag(w exp(u_end - u)) rho                    (`residuals`)
+    Y = (I + A' Diag(w))^-1 (Diag(exp(u_end - u)) J H + B' dO)
+    H <- exp(u_end - u_b) H - X R' Diag(w exp(u_{t-1} - u_b)) Y                  (`adjoint`, from the last block on).
+
+Y is what a row's write is asked for. Both are solutions of all rows of the chunk, kept by place j in the window and
+pair p, of the token p - j. What is left (`gradients`) are products of such tiles: cotangents of Q X', dP [C, E], of X X'
+by pair, dF [E, E], and others,
+
+    dP = sum_i [p' - i <= t] exp(u_t - u_{p'-i}) dO (w rho_i)'       dQ = dP X + Diag(exp(u)) dO S'
+    dF = -sum_{j,i} [p' - i < p - j] exp(u_{p-j-1} - u_{p'-i}) (w Y_j) (w rho_i)'
+    dX = dP' Q + (dF + dF') X + M_C G' - sum_j (w exp(u_{p-j-1}) Y_j) S'
+    dV = sum_j w Y_j       M_C = sum_i w exp(u_C - u_{p-i}) rho_i       dw_t = sum of Y * rho over the rows of t.
+
+Decays of dP and dF are taken apart around u of the token p - W / 2 for each pair, no more than half a window away:
+factors by row, by column, and by pair of pairs.
 
 A pair is in windows of several chunks: each leaves its own part, and the last kernel adds them up, and to them what the
 windows' energies ask for.
@@ -45,15 +57,16 @@ windows' energies ask for.
     forward    local       L, M                one program per (chunk, head)
                carry       O, S                one program per (sequence, head, V tile), over the chunks
     backward   reverse     G                   one program per (sequence, head, V tile), backwards over the chunks
-               adjoint     Y, parts of dV      one program per (chunk, head), backwards over its blocks
-               gradients   all others          one program per (chunk, head), parts of dX among them
+               adjoint     Y                   one program per (chunk, head), backwards over its blocks
+               residuals   rho                 one program per (chunk, head)
+               gradients   all others          one program per (chunk, head), parts of dX and dV among them
                add_bound   to parts of dX      where the energies are bounds, one program per (chunk, head)
                collect     dX, dV              one program per (chunk, head)
 
 L and S are kept for the backward: (C + E) K / C and K V / C elements a token and head, for W = 4 and thus C = 29 less
 than 2.2 K and K V / 29.
 
-Decays enter as exp(u_t - u_s), s <= t only, summed in two parts but for bfloat16 inputs as in triton_regression.py.
+Elsewhere decays enter as exp(u_t - u_s), s <= t only. They are summed in two parts but for bfloat16 inputs as in triton_regression.py.
 """
 
 import torch
@@ -95,7 +108,7 @@ from .triton_smoothness import ROWS, SMOOTHNESS, bound_gradients, window_gradien
 HALF = tl.constexpr(32)
 LARGEST_WINDOW = 16
 LONGEST_BLOCK = 3  # tokens: their inverse has no power above this
-LONGEST_SOLVE = 4  # tokens, where queries are no rows: the same
+LONGEST_SOLVE = 4  # the same of tokens whose queries are no rows
 
 
 def chunk_length(dtype: torch.dtype, key_dim: int, window: int) -> int:
@@ -464,13 +477,13 @@ def _writers(e, slot, start, count, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _adjoint(
-    q, k, previous, tail_x, weight, log_decay, grad_output, grad_states, y,
+    q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums,
     bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr,
     CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Y, by place in the window and token, [chunks, H, SPACE, V]."""
+    """Y, by place in the window and token, [chunks, H, SPACE, V], and sums of Y * V, [chunks, H, W, TILE]."""
     program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * TILE, log_decay + program * TILE
     grad_states += program * V * K
@@ -524,6 +537,12 @@ def _adjoint(
             solution = _exact(h, tl.trans(of_h), solution, OPERAND)
             into, mask = _turned(_slot_rows(y, program, slot, token, C, SPACE, V), columns, live, V)
             tl.store(into, solution, mask=mask)
+            pair = token + slot - (W - 1)
+            v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
+            v_at, mask = _turned(v_at, columns, exists(start + pair, live, 0, CARRIED), V)
+            products = tl.sum(solution * tl.load(v_at, mask=mask, other=0.0).to(tl.float32), 0)
+            into = sums + (program * W + slot) * TILE + token
+            tl.store(into, products + tl.load(into, mask=live & (tile > 0), other=0.0), mask=live)
             h = _exact(solution, tl.trans(gram), h * tl.exp2((ec - bc) + (ef - bf)), OPERAND)
 
 
@@ -590,8 +609,8 @@ def _residuals(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _gradients(
-    q, k, v, gain, ridge, previous, previous_valid, tail_x, tail_v, tail_valid, lengths, weight, log_decay, energy,
-    states, grad_output, grad_states, y, rho, scales, grad_q, grad_gain, grad_ridge, grad_energy, part_x,
+    q, k, gain, ridge, previous, previous_valid, tail_x, tail_valid, lengths, weight, log_decay, energy, states,
+    grad_output, grad_states, y, rho, sums, scales, grad_q, grad_gain, grad_ridge, grad_energy, part_x,
     bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, LAG: tl.constexpr,
@@ -612,9 +631,6 @@ def _gradients(
         return
     e = tl.arange(0, HALF)
     x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
-    pair = e - (W - 1)
-    v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
-    valued = exists(start + pair, start + pair < count, 0, CARRIED)
     here = (e < C) & (start + e < count)
     given_at = token_rows(grad_output, low + start, e, head, heads, V)
     end_c, end_f = _at_end(log_decay, places, C, OPERAND)
@@ -655,7 +671,6 @@ def _gradients(
         made = tl.zeros([HALF, BV], tl.float32)
         dv = tl.zeros([HALF, BV], tl.float32)
         lost = tl.zeros([HALF, BV], tl.float32)
-        value = load_rows(v_at, valued, columns, V).to(tl.float32)
         for slot in range(W):
             token, writes = _writers(e, slot, start, count, C)
             solution = load_rows(_slot_rows(y, program, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
@@ -663,7 +678,6 @@ def _gradients(
             eta = tl.load(weight + token, mask=writes, other=0.0)
             tc, tf = _u(log_decay, places, token - 1, OPERAND)
             of_weight += moved(tl.sum(solution * residual, 1), slot, e)
-            of_values += moved(tl.sum(solution * value, 1), slot, e)
             made += residual * tl.load(scales + slot * HALF + e)[:, None]
             dv += solution * eta[:, None]
             lost -= solution * (eta * tl.exp2(tc + tf))[:, None]
@@ -682,6 +696,7 @@ def _gradients(
     of_read, of_written = tl.trans(dp).to(OPERAND), (df + tl.trans(df)).to(OPERAND)
     kept = 0.0
     read = tl.zeros([HALF], tl.float32)
+    alike = tl.zeros([HALF, HALF], tl.float32)
     for beginning in range(0, K, BK):
         kk = beginning + tl.arange(0, BK)
         dq = tl.zeros([HALF, BK], tl.float32)
@@ -701,12 +716,17 @@ def _gradients(
         x = load_rows(x_at, there, kk, K).to(OPERAND)
         kept += _product(x, left)
         query = load_rows(q_at, here, kk, K).to(OPERAND)
-        dq = tl.dot(dp.to(OPERAND), x, dq * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
+        dq *= tl.exp2(rc + rf)[:, None]
         read += tl.sum(dq * query.to(tl.float32), 1)
+        alike = _gram(query, x, alike)
+        dq = tl.dot(dp.to(OPERAND), x, dq, input_precision=PRECISION)
         store_rows(token_rows(grad_q, low + start, e, head, heads, K), dq, here, kk, K)
         dx = tl.dot(of_written, x, dx + left, input_precision=PRECISION)
         dx = tl.dot(of_read, query, dx, input_precision=PRECISION)
         store_rows(_rows_of(part_x, program, e, HALF, K), dx, e >= 0, kk, K)
+    read += tl.sum(dp * alike, 1)
+    for slot in tl.static_range(W):
+        of_values += tl.load(sums + (program * W + slot) * TILE + e, mask=here, other=0.0)
 
     # Cotangents: of u_C `kept`, of u_t -w dw, of u_{t-1} `owed`, `read` of the one that is read. In owed - w dw, of
     # which sums run over tokens, only the values are left. A step's decay is in u_t from its own token on, in u_{t-1}
@@ -886,7 +906,7 @@ class Plan:
         self.lost, self.made = ((layout.chunks, heads, layout.chunk + pairs, width) for width in (key_dim, value_dim))
         self.part_x = (chunks, pairs, key_dim)
         self.by_token = (chunks, pairs)
-        self.scales = (chunks, window, pairs)
+        self.by_place = (chunks, window, pairs)
         self.exact = options.smoothness == SMOOTHNESS["exact"]
         self.top = (window, *self.schedule.shapes[2]) if window <= LARGEST_EXACT_WINDOW else None
         self.across = (layout.length, layout.longest, heads)
@@ -963,14 +983,16 @@ def backward(
         *plan.numbers, flags=(grad_final is not None,),
     )  # fmt: skip
     y, rho, part_x = empty(plan.solved), empty(plan.solved), empty(plan.part_x)
+    sums, scales = (empty(plan.by_place, torch.float32) for _ in range(2))
     plan.adjoint(
-        q, k, previous, tail_x, weight, log_decay, grad_output, grad_states, y, *tables, *plan.numbers
-    )
+        q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, *tables,
+        *plan.numbers,
+    )  # fmt: skip
     plan.residuals(k, v, previous, tail_x, tail_v, weight, log_decay, states, rho, *tables, *plan.numbers)
     grad_energy = empty(plan.by_token, torch.float32)
     plan.gradients(
-        q, k, v, call.gain, call.ridge, previous, previous_valid, tail_x, tail_v, tail_valid, call.lengths, weight,
-        log_decay, energy, states, grad_output, grad_states, y, rho, empty(plan.scales, torch.float32), into.q, into.gain, into.ridge, grad_energy,
+        q, k, call.gain, call.ridge, previous, previous_valid, tail_x, tail_valid, call.lengths, weight, log_decay,
+        energy, states, grad_output, grad_states, y, rho, sums, scales, into.q, into.gain, into.ridge, grad_energy,
         part_x, *tables, *plan.numbers,
     )  # fmt: skip
     del rho
