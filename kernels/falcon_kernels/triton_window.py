@@ -27,7 +27,8 @@ block finds, from u_b on,
 
 rho are residuals of pairs and what queries read. At most three tokens are a block, so that N^4 = 0 and the inverse is
 (I + N)(I + N^2), with no power above 3. States are kept with their rows as columns: what one product leaves is the left
-operand of the next, in registers, or the right one once it is turned. Such products have fewer than 64 columns, and so kernels with them have at most
+operand of the next, in registers, or the right one once it is turned. Such products have fewer than 64 columns, and so
+kernels with them have at most
 two warps, which keeps them off the instructions that read past shared memory (launch.py).
 
 Back, rows of a block are pairs alone, of four tokens: again N^4 = 0. With F = X S, which is what residuals are told of
@@ -40,7 +41,8 @@ the memory, starting from F of what the chunk finds, and H the cotangent of M, s
     H <- exp(u_end - u_b) H - X R' Diag(w exp(u_{t-1} - u_b)) Y                  (`adjoint`, from the last block on).
 
 Y is what a row's write is asked for. Both are solutions of all rows of the chunk, kept by place j in the window and
-pair p, of the token p - j. What is left (`gradients`) are products of such tiles: cotangents of Q X', dP [C, E], of X X'
+pair p, of the token p - j. What is left (`gradients`) are products of such tiles: cotangents of Q X', dP [C, E], of X
+X'
 by pair, dF [E, E], and others,
 
     dP = sum_i [p' - i <= t] exp(u_t - u_{p'-i}) dO (w rho_i)'       dQ = dP X + Diag(exp(u)) dO S'
@@ -66,7 +68,8 @@ windows' energies ask for.
 L and S are kept for the backward: (C + E) K / C and K V / C elements a token and head, for W = 4 and thus C = 29 less
 than 2.2 K and K V / 29.
 
-Elsewhere decays enter as exp(u_t - u_s), s <= t only. They are summed in two parts but for bfloat16 inputs as in triton_regression.py.
+Elsewhere decays enter as exp(u_t - u_s), s <= t only. They are summed in two parts but for bfloat16 inputs as in
+triton_regression.py.
 """
 
 import torch
@@ -262,11 +265,6 @@ def _chunk_pairs(
 def _places(place, e, there, OPERAND: tl.constexpr):
     """[R, HALF] 0/1: where in a chunk each row is."""
     return tl.where(tl.where(there, place, -1)[:, None] == e[None, :], 1.0, 0.0).to(OPERAND)
-
-
-@triton.jit
-def _places_turned(place, e, there):
-    return tl.where(e[:, None] == tl.where(there, place, -1)[None, :], 1.0, 0.0)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
