@@ -221,8 +221,9 @@ MOVED: dict[str, dict[str, tuple[float, float, float]]] = {
         "_local": (3 + 2 * (1 + PAIRS), 0, 0),
         "_carry": (2 + 2 * (1 + PAIRS), MEMORIES, 0),
         "_reverse": (3 + PAIRS, MEMORIES, 0),
-        "_adjoint": (8 + 2 * PAIRS, MEMORIES, 0),
-        "_gradients": (9 + 2 * PAIRS, 2 * MEMORIES, 0),
+        "_adjoint": (8, MEMORIES, 0),
+        "_residuals": (6, MEMORIES, 0),
+        "_gradients": (12 + 4 * PAIRS, 2 * MEMORIES, 0),
         "_collect": (3 + 2 * PAIRS, 0, 0),
     },
 }

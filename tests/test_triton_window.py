@@ -84,7 +84,7 @@ def test_tiles_hold_their_rows(window):
 @pytest.mark.parametrize("sizes", [*launch.WINDOW.values(), *launch.WIDE_WINDOW.values()])
 def test_narrow_tiles_are_for_two_warps_at_most(sizes):
     """With four, they would be right operands of instructions that read 64 columns."""
-    assert all(getattr(sizes, name).warps <= 2 for name in ("local", "adjoint", "gradients"))
+    assert all(getattr(sizes, name).warps <= 2 for name in ("local", "adjoint", "residuals", "gradients"))
 
 
 @pytest.mark.parametrize("name", RULES)

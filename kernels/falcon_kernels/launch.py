@@ -173,6 +173,7 @@ class Window(NamedTuple):
     carry: Config
     reverse: Config
     adjoint: Config
+    residuals: Config
     gradients: Config
     add_bound: Config
     collect: Config
@@ -182,7 +183,7 @@ def _window(carry: Config, reverse: Config, tile: int = 64) -> Window:
     """`carry` and `reverse` go along sequences. With more than two warps the three kernels that go along the blocks of
     a chunk would read past their shared memory, as `padded` says."""
     solve, gradients = Config(tile, 1, 1), Config(tile, 2, 1)
-    return Window(solve, carry, reverse, solve, gradients, Config(tile, 4, 1), Config(32, 2, 1))
+    return Window(solve, carry, reverse, solve, solve, gradients, Config(tile, 4, 1), Config(32, 2, 1))
 
 
 WINDOW = {  # keys as in TABLE

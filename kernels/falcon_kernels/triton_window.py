@@ -26,18 +26,32 @@ block finds, from u_b on,
     M <- exp(u_end - u_b) M + J' Diag(w exp(u_end - u)) rho:
 
 rho are residuals of pairs and what queries read. At most three tokens are a block, so that N^4 = 0 and the inverse is
-(I + N)(I + N^2), with no power above 3. All tiles are kept with their rows as columns: what one product leaves is the
-left operand of the next, in registers. Such products have fewer than 64 columns, and so kernels with them have at most
+(I + N)(I + N^2), with no power above 3. States are kept with their rows as columns: what one product leaves is the left
+operand of the next, in registers, or the right one once it is turned. Such products have fewer than 64 columns, and so
+kernels with them have at most
 two warps, which keeps them off the instructions that read past shared memory (launch.py).
 
-Back, with H the cotangent of M, starting from X G: Y = (I - Diag(w) N)^-T (J H exp(u_end - u); dO), what a row's write
-and a query's read are asked for, and H <- exp(u_end - u_b) H + X R' Diag(f w exp(u_{t-1} - u_b)) Y, w = 1 for queries.
-That needs no M, so it comes first and leaves Y (`adjoint`). The way forward again, now with values, ends with all else
-(`gradients`): cotangents of R X', rows of queries dP [C, E] and those of pairs dF [E, E] summed by pair, are
-Diag(f w exp(u_{t-1} - u_b)) Y M' and within a block f w_r exp(u_{t-1} - u_s) Y rho' w_s. Then
+Back, rows of a block are pairs alone, of four tokens: again N^4 = 0. With F = X S, which is what residuals are told of
+the memory, starting from F of what the chunk finds, and H the cotangent of M, starting from X G,
 
-    dQ = dP X + Diag(exp(u)) dO S'     dX = dP' Q + (dF + dF') X + M_C G' - J' Diag(w exp(u_{t-1})) Y S'
-    dV = J' Diag(w) Y                  dw_t = sum of Y * rho over the rows of t.
+    A = [t(s) < t(r)] exp(u_{t(r)-1} - u_s) R_r . R_s       B = [t(r) <= t] exp(u_t - u_r) q_t . R_r       (C rows)
+    rho = (I + A Diag(w))^-1 (J V - Diag(exp(u_{t-1} - u_b)) J F)
+    F <- exp(u_end - u_b) F + X R' Diag(w exp(u_end - u)) rho                    (`residuals`)
+    Y = (I + A' Diag(w))^-1 (Diag(exp(u_end - u)) J H + B' dO)
+    H <- exp(u_end - u_b) H - X R' Diag(w exp(u_{t-1} - u_b)) Y                  (`adjoint`, from the last block on).
+
+Y is what a row's write is asked for. Both are solutions of all rows of the chunk, kept by place j in the window and
+pair p, of the token p - j. What is left (`gradients`) are products of such tiles: cotangents of Q X', dP [C, E], of X
+X'
+by pair, dF [E, E], and others,
+
+    dP = sum_i [p' - i <= t] exp(u_t - u_{p'-i}) dO (w rho_i)'       dQ = dP X + Diag(exp(u)) dO S'
+    dF = -sum_{j,i} [p' - i < p - j] exp(u_{p-j-1} - u_{p'-i}) (w Y_j) (w rho_i)'
+    dX = dP' Q + (dF + dF') X + M_C G' - sum_j (w exp(u_{p-j-1}) Y_j) S'
+    dV = sum_j w Y_j       M_C = sum_i w exp(u_C - u_{p-i}) rho_i       dw_t = sum of Y * rho over the rows of t.
+
+Decays of dP and dF are taken apart around u of the token p - W / 2 for each pair, no more than half a window away:
+factors by row, by column, and by pair of pairs.
 
 A pair is in windows of several chunks: each leaves its own part, and the last kernel adds them up, and to them what the
 windows' energies ask for.
@@ -45,15 +59,17 @@ windows' energies ask for.
     forward    local       L, M                one program per (chunk, head)
                carry       O, S                one program per (sequence, head, V tile), over the chunks
     backward   reverse     G                   one program per (sequence, head, V tile), backwards over the chunks
-               adjoint     Y, parts of dV      one program per (chunk, head), backwards over its blocks
-               gradients   all others          one program per (chunk, head), parts of dX among them
+               adjoint     Y                   one program per (chunk, head), backwards over its blocks
+               residuals   rho                 one program per (chunk, head)
+               gradients   all others          one program per (chunk, head), parts of dX and dV among them
                add_bound   to parts of dX      where the energies are bounds, one program per (chunk, head)
                collect     dX, dV              one program per (chunk, head)
 
 L and S are kept for the backward: (C + E) K / C and K V / C elements a token and head, for W = 4 and thus C = 29 less
 than 2.2 K and K V / 29.
 
-Decays enter as exp(u_t - u_s), s <= t only, summed in two parts but for bfloat16 inputs as in triton_regression.py.
+Elsewhere decays enter as exp(u_t - u_s), s <= t only. They are summed in two parts but for bfloat16 inputs as in
+triton_regression.py.
 """
 
 import torch
@@ -95,6 +111,7 @@ from .triton_smoothness import ROWS, SMOOTHNESS, bound_gradients, window_gradien
 HALF = tl.constexpr(32)
 LARGEST_WINDOW = 16
 LONGEST_BLOCK = 3  # tokens: their inverse has no power above this
+LONGEST_SOLVE = 4  # the same of tokens whose queries are no rows
 
 
 def chunk_length(dtype: torch.dtype, key_dim: int, window: int) -> int:
@@ -159,15 +176,15 @@ def _right_wide(a, b, total, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _inverse(n, M: tl.constexpr, OPERAND: tl.constexpr):
-    """(I - n)^-1 of the rows of M tokens: n^(M + 1) = 0."""
+def _inverse(n, turned, M: tl.constexpr, OPERAND: tl.constexpr):
+    """(I - n)^-1 of n and n', n of the rows of M tokens: n^(M + 1) = 0, of pairs alone n^M = 0."""
     i = tl.arange(0, n.shape[0])
     inverse = n + tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     if M == 2:
-        inverse = _exact(n, n, inverse, OPERAND)
-    elif M == 3:
-        square = _exact(n, n, tl.zeros(n.shape, tl.float32), OPERAND)
-        inverse = _exact(inverse, square, inverse, OPERAND)
+        inverse = _exact(n, tl.trans(turned), inverse, OPERAND)
+    elif M >= 3:
+        square = _exact(turned, tl.trans(n), tl.zeros(n.shape, tl.float32), OPERAND)
+        inverse = _exact(inverse, tl.trans(square), inverse, OPERAND)
     return inverse
 
 
@@ -250,11 +267,6 @@ def _places(place, e, there, OPERAND: tl.constexpr):
     return tl.where(tl.where(there, place, -1)[:, None] == e[None, :], 1.0, 0.0).to(OPERAND)
 
 
-@triton.jit
-def _places_turned(place, e, there):
-    return tl.where(e[:, None] == tl.where(there, place, -1)[None, :], 1.0, 0.0)
-
-
 @triton.jit(do_not_specialize=NUMBERS)
 def _local(
     q, k, v, previous, tail_x, tail_v, weight, log_decay, lost, made,
@@ -291,16 +303,19 @@ def _local(
         tc, tf = _u(log_decay, places, last, OPERAND)
         bc, bf, ec, ef = _bounds(log_decay, places, begin, M, TILE, OPERAND)
         sign = tl.where(slot == W, 1.0, -1.0)
-        after = _after(W, BLOCK, LAG, True)
+        after, found = _after(W, BLOCK, LAG, True), _after(W, BLOCK, LAG, False)
         n = own * _pairwise(tc[None, :], tf[None, :], uc[:, None], uf[:, None], after) * sign[None, :] * eta[:, None]
+        m = own * _pairwise(tc[:, None], tf[:, None], uc[None, :], uf[None, :], found) * sign[:, None] * eta[None, :]
         scale = tl.where(slot == W, 1.0, eta * tl.exp2((ec - uc) + (ef - uf)))  # of what is written
-        solved = _inverse(n, M, OPERAND) * scale[None, :]
-        gram *= (sign * tl.exp2((tc - bc) + (tf - bf)))[None, :]
-        told = _places_turned(token + slot, e, slot < W)
-        rho_a = _exact(_exact(a, gram, told, OPERAND), solved, tl.zeros([HALF, BLOCK], tl.float32), OPERAND)
-        told *= tl.exp2(tc + tf)[None, :]
-        rho_b = _exact(_exact(b, gram, told, OPERAND), solved, tl.zeros([HALF, BLOCK], tl.float32), OPERAND)
-        fold, look = _places(token + slot, e, slot < W, OPERAND), _places(token, e, reads, OPERAND)
+        solved = _inverse(m, n, M, OPERAND) * scale[:, None]
+        none = tl.zeros([BLOCK, HALF], tl.float32)
+        of_state = _exact(solved, tl.trans(gram * (sign * tl.exp2((tc - bc) + (tf - bf)))[None, :]), none, OPERAND)
+        told = _places(token + slot, e, slot < W, OPERAND)
+        of_value = _left_wide(solved, told, none, OPERAND, "tf32x3")
+        of_found = _left_wide(solved * tl.exp2(tc + tf)[None, :], told, none, OPERAND, "tf32x3")
+        rho_a = _exact(a, tl.trans(of_state), tl.trans(of_value), OPERAND)
+        rho_b = _exact(b, tl.trans(of_state), tl.trans(of_found), OPERAND)
+        fold, look = told, _places(token, e, reads, OPERAND)
         read_a = _left_wide(rho_a, look, read_a, OPERAND, PRECISION)
         read_b = _left_wide(rho_b, look, read_b, OPERAND, PRECISION)
         keep = tl.exp2((ec - bc) + (ef - bf))
@@ -418,16 +433,55 @@ def _reverse(
         tl.store(grad_memory + own, g, mask=inside)
 
 
+@triton.jit
+def _pair_rows(
+    k, previous, tail_x, sequence, low, count, start, begin, head, heads,
+    K: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+):  # fmt: skip
+    """The pairs that the M tokens from a chunk's `begin` on write: pointers to their keys, and which are there; their
+    tokens, places in the window, and which there would be without a start of the sequence."""
+    i = tl.arange(0, BLOCK)
+    step, slot = i // W, i % W
+    live = step < tl.minimum(tl.minimum(count - start, C) - begin, M)
+    token = tl.minimum(begin + step, TILE - 1)
+    pair = token + slot - (W - 1)
+    at = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
+    return at, exists(start + pair, live, SHIFT, CARRIED), token, slot, live
+
+
+@triton.jit
+def _earlier(W: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr):
+    """[BLOCK, BLOCK] which columns are of earlier tokens than the row; TURNED which rows than the column."""
+    step = tl.arange(0, BLOCK) // W
+    if TURNED:
+        return step[:, None] < step[None, :]
+    else:
+        return step[None, :] < step[:, None]
+
+
+@triton.jit
+def _slot_rows(base, program, slot, token, C: tl.constexpr, SPACE: tl.constexpr, WIDTH: tl.constexpr):
+    """Pointers to what is kept of the pairs at a place of the windows of tokens."""
+    return _rows_of(base, program, slot * C + token, SPACE, WIDTH)
+
+
+@triton.jit
+def _writers(e, slot, start, count, C: tl.constexpr):
+    """The tokens that write the chunk's pairs from one place of their windows, and which there are."""
+    token = e - slot
+    return token, (token >= 0) & (token < C) & (start + token < count)
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def _adjoint(
-    q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, part_v,
+    q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums,
     bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
-    W: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
-    LAG: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    W: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr,
+    CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Y of the rows that write and, behind it, -J' Diag(w exp(u_{t-1})) Y, [chunks, H, C W + E, V]; of those rows the
-    sums of Y * V, [chunks, H, 2, C (W + 1)]; and the chunk's part of dV, [chunks, H, E, V]."""
+    """Y, by place in the window and token, [chunks, H, SPACE, V], and sums of Y * V, [chunks, H, W, TILE]."""
     program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * TILE, log_decay + program * TILE
     grad_states += program * V * K
@@ -437,88 +491,134 @@ def _adjoint(
         return
     e = tl.arange(0, HALF)
     x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
+    here = (e < C) & (start + e < count)
+    q_at = token_rows(q, low + start, e, head, heads, K)
+    rc, rf = _u(log_decay, places, e - LAG, OPERAND)
     for tile in range(0, (V + BV - 1) // BV):
         columns = tile * BV + tl.arange(0, BV)
+        given_at, inside = _turned(token_rows(grad_output, low + start, e, head, heads, V), columns, here, V)
+        given = tl.load(given_at, mask=inside, other=0.0).to(OPERAND)
         h = tl.zeros([BV, HALF], tl.float32)
         for beginning in range(0, K, BK):
             kk = beginning + tl.arange(0, BK)
             x = load_rows(x_at, there, kk, K).to(OPERAND)
             h = tl.dot(_load_state(grad_states, columns, kk, V, K), tl.trans(x), h, input_precision=PRECISION)
-        for back in range(0, (C + M - 1) // M):
-            begin = ((C + M - 1) // M - 1 - back) * M
-            at, present, token, slot, last, writes, reads = _block(
-                q, k, previous, tail_x, sequence, low, count, start, begin, head, heads, K, C, TILE, W, M, BLOCK,
-                SHIFT, CARRIED, LAG,
+        for back in range(0, (C + PAIRED - 1) // PAIRED):
+            begin = ((C + PAIRED - 1) // PAIRED - 1 - back) * PAIRED
+            at, present, token, slot, live = _pair_rows(
+                k, previous, tail_x, sequence, low, count, start, begin, head, heads, K, C, TILE, W, PAIRED, ROWS,
+                SHIFT, CARRIED,
             )  # fmt: skip
-            gram = tl.zeros([BLOCK, HALF], tl.float32)
-            own = tl.zeros([BLOCK, BLOCK], tl.float32)
+            gram = tl.zeros([HALF, ROWS], tl.float32)
+            own = tl.zeros([ROWS, ROWS], tl.float32)
+            read = tl.zeros([HALF, ROWS], tl.float32)
             for beginning in range(0, K, BK):
                 kk = beginning + tl.arange(0, BK)
                 rows = load_rows(at, present, kk, K).to(OPERAND)
-                gram = _gram(rows, load_rows(x_at, there, kk, K).to(OPERAND), gram)
+                gram = _gram(load_rows(x_at, there, kk, K).to(OPERAND), rows, gram)
                 own = _gram(rows, rows, own)
-            eta = tl.load(weight + token, mask=writes, other=0.0)
+                read = _gram(load_rows(q_at, here, kk, K).to(OPERAND), rows, read)
+            eta = tl.load(weight + token, mask=live, other=0.0)
             uc, uf = _u(log_decay, places, token, OPERAND)
-            tc, tf = _u(log_decay, places, last, OPERAND)
-            bc, bf, ec, ef = _bounds(log_decay, places, begin, M, TILE, OPERAND)
-            factor = tl.where(slot == W, 1.0, -eta)
-            after = _after(W, BLOCK, LAG, False)
-            n = own * _pairwise(tc[:, None], tf[:, None], uc[None, :], uf[None, :], after) * factor[:, None]
-            solved = _inverse(n, M, OPERAND)
-            gram *= (factor * tl.exp2((tc - bc) + (tf - bf)))[:, None]
-            none = tl.zeros([BV, BLOCK], tl.float32)
-            wanted = _left_wide(h, _places_turned(token + slot, e, slot < W).to(OPERAND), none, OPERAND, PRECISION)
-            given_at, mask = _turned(token_rows(grad_output, low + start, token, head, heads, V), columns, reads, V)
-            given = tl.load(given_at, mask=mask, other=0.0).to(tl.float32)
-            solution = _exact(wanted * tl.exp2((ec - uc) + (ef - uf))[None, :] + given, solved, none, OPERAND)
-            into, mask = _turned(_rows_of(y, program, token * W + slot, C * W + HALF, V), columns, writes, V)
+            tc, tf = _u(log_decay, places, token - 1, OPERAND)
+            bc, bf, ec, ef = _bounds(log_decay, places, begin, PAIRED, TILE, OPERAND)
+            before = _pairwise(tc[:, None], tf[:, None], uc[None, :], uf[None, :], _earlier(W, ROWS, False))
+            after = _pairwise(tc[None, :], tf[None, :], uc[:, None], uf[:, None], _earlier(W, ROWS, True))
+            solved = _inverse(own * after * -eta[None, :], own * before * -eta[:, None], PAIRED, OPERAND)
+            read *= _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], e[:, None] - LAG >= token[None, :])
+            none = tl.zeros([ROWS, HALF], tl.float32)
+            of_given = _exact(solved, tl.trans(read), none, OPERAND)
+            solved *= tl.exp2((ec - uc) + (ef - uf))[None, :]
+            of_h = _left_wide(solved, _places(token + slot, e, live, OPERAND), none, OPERAND, "tf32x3")
+            gram *= (-eta * tl.exp2((tc - bc) + (tf - bf)))[None, :]
+            solution = _right_wide(given, tl.trans(of_given), tl.zeros([BV, ROWS], tl.float32), OPERAND, "tf32x3")
+            solution = _exact(h, tl.trans(of_h), solution, OPERAND)
+            into, mask = _turned(_slot_rows(y, program, slot, token, C, SPACE, V), columns, live, V)
             tl.store(into, solution, mask=mask)
             pair = token + slot - (W - 1)
             v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
-            v_at, mask = _turned(v_at, columns, exists(start + pair, writes, 0, CARRIED), V)
+            v_at, mask = _turned(v_at, columns, exists(start + pair, live, 0, CARRIED), V)
             products = tl.sum(solution * tl.load(v_at, mask=mask, other=0.0).to(tl.float32), 0)
-            into = _sums_of(sums, program, 0, token, slot, C, W)
-            tl.store(into, products + tl.load(into, mask=writes & (tile > 0), other=0.0), mask=writes)
-            h = _exact(solution, gram, h * tl.exp2((ec - bc) + (ef - bf)), OPERAND)
-        tl.debug_barrier()
-        dv = tl.zeros([HALF, BV], tl.float32)
-        found = tl.zeros([HALF, BV], tl.float32)
-        for beginning in range(0, C * W, 2 * HALF):
-            row = beginning + tl.arange(0, 2 * HALF)
-            token = row // W
-            inside = (token < C) & (start + token < count)
-            solution = load_rows(_rows_of(y, program, row, C * W + HALF, V), inside, columns, V).to(tl.float32)
-            eta = tl.load(weight + token, mask=inside, other=0.0)
-            tc, tf = _u(log_decay, places, tl.minimum(token, TILE) - 1, OPERAND)
-            fold = _places_turned(token + row % W, e, inside).to(OPERAND)
-            solution *= eta[:, None]
-            dv = tl.dot(fold, solution.to(OPERAND), dv, input_precision=PRECISION)
-            solution *= -tl.exp2(tc + tf)[:, None]
-            found = tl.dot(fold, solution.to(OPERAND), found, input_precision=PRECISION)
-        store_rows(_rows_of(part_v, program, e, HALF, V), dv, e >= 0, columns, V)
-        store_rows(_rows_of(y, program, C * W + e, C * W + HALF, V), found, e >= 0, columns, V)
+            into = sums + (program * W + slot) * TILE + token
+            tl.store(into, products + tl.load(into, mask=live & (tile > 0), other=0.0), mask=live)
+            h = _exact(solution, tl.trans(gram), h * tl.exp2((ec - bc) + (ef - bf)), OPERAND)
 
 
-@triton.jit
-def _sums_of(sums, program, which, token, slot, C: tl.constexpr, W: tl.constexpr):
-    """Pointers to the sums of rows, of which there are two kinds."""
-    return sums + (program * 2 + which) * (C * (W + 1)) + token * (W + 1) + slot
+@triton.jit(do_not_specialize=NUMBERS)
+def _residuals(
+    k, v, previous, tail_x, tail_v, weight, log_decay, states, rho,
+    bounds, first, owner, length, longest, heads, places,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
+    W: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr,
+    CARRIED: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """rho, [chunks, H, SPACE, V] as Y."""
+    program = tl.program_id(0).to(tl.int64)
+    weight, log_decay = weight + program * TILE, log_decay + program * TILE
+    states += program * V * K
+    head = program % heads
+    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if start >= count:
+        return
+    e = tl.arange(0, HALF)
+    x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
+    pair = e - (W - 1)
+    v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
+    valued = exists(start + pair, start + pair < count, 0, CARRIED)
+    for tile in range(0, (V + BV - 1) // BV):
+        columns = tile * BV + tl.arange(0, BV)
+        value_at, inside = _turned(v_at, columns, valued, V)
+        value = tl.load(value_at, mask=inside, other=0.0).to(OPERAND)
+        found = tl.zeros([BV, HALF], tl.float32)
+        for beginning in range(0, K, BK):
+            kk = beginning + tl.arange(0, BK)
+            x = load_rows(x_at, there, kk, K).to(OPERAND)
+            found = tl.dot(_load_state(states, columns, kk, V, K), tl.trans(x), found, input_precision=PRECISION)
+        for begin in range(0, C, PAIRED):
+            at, present, token, slot, live = _pair_rows(
+                k, previous, tail_x, sequence, low, count, start, begin, head, heads, K, C, TILE, W, PAIRED, ROWS,
+                SHIFT, CARRIED,
+            )  # fmt: skip
+            gram = tl.zeros([HALF, ROWS], tl.float32)
+            own = tl.zeros([ROWS, ROWS], tl.float32)
+            for beginning in range(0, K, BK):
+                kk = beginning + tl.arange(0, BK)
+                rows = load_rows(at, present, kk, K).to(OPERAND)
+                gram = _gram(load_rows(x_at, there, kk, K).to(OPERAND), rows, gram)
+                own = _gram(rows, rows, own)
+            w = tl.load(weight + token, mask=live, other=0.0)
+            uc, uf = _u(log_decay, places, token, OPERAND)
+            tc, tf = _u(log_decay, places, token - 1, OPERAND)
+            bc, bf, ec, ef = _bounds(log_decay, places, begin, PAIRED, TILE, OPERAND)
+            before = _pairwise(tc[:, None], tf[:, None], uc[None, :], uf[None, :], _earlier(W, ROWS, False))
+            after = _pairwise(tc[None, :], tf[None, :], uc[:, None], uf[:, None], _earlier(W, ROWS, True))
+            solved = _inverse(own * before * -w[None, :], own * after * -w[:, None], PAIRED, OPERAND)
+            none = tl.zeros([ROWS, HALF], tl.float32)
+            fold = _places(token + slot, e, live, OPERAND)
+            of_value = _left_wide(solved, fold, none, OPERAND, "tf32x3")
+            of_found = _left_wide(solved * -tl.exp2((tc - bc) + (tf - bf))[None, :], fold, none, OPERAND, "tf32x3")
+            gram *= (w * tl.exp2((ec - uc) + (ef - uf)))[None, :]
+            residual = _right_wide(value, tl.trans(of_value), tl.zeros([BV, ROWS], tl.float32), OPERAND, "tf32x3")
+            residual = _exact(found, tl.trans(of_found), residual, OPERAND)
+            into, mask = _turned(_slot_rows(rho, program, slot, token, C, SPACE, V), columns, live, V)
+            tl.store(into, residual, mask=mask)
+            found = _exact(residual, tl.trans(gram), found * tl.exp2((ec - bc) + (ef - bf)), OPERAND)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _gradients(
-    q, k, v, gain, ridge, previous, previous_valid, tail_x, tail_v, tail_valid, lengths, weight, log_decay, energy,
-    states, grad_output, grad_states, y, sums, grad_q, grad_gain, grad_ridge, grad_energy, part_x,
+    q, k, gain, ridge, previous, previous_valid, tail_x, tail_valid, lengths, weight, log_decay, energy, states,
+    grad_output, grad_states, y, rho, sums, scales, grad_q, grad_gain, grad_ridge, grad_energy, part_x,
     bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
-    W: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
-    LAG: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr,
-    DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    W: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, LAG: tl.constexpr,
+    PACKED: tl.constexpr, MASKED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, DETACH: tl.constexpr,
+    EPSILON: tl.constexpr, FLOOR: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk of one head: of q, gain and ridge, of the windows' sums behind the energies, [chunks, H,
     TILE], and the chunk's part of dX but for these, [chunks, H, E, K].
 
-    M_C is left in the place of Y, and sums of rho * (Y; dO) beside those of Y * V, to be read in another order.
+    The part of dV is left in the first E rows of Y, -J' Diag(w exp(u_{t-1})) Y behind it, and M_C in those of rho.
     """
     program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * TILE, log_decay + program * TILE
@@ -527,77 +627,74 @@ def _gradients(
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
         return
-    e, i = tl.arange(0, HALF), tl.arange(0, BLOCK)
+    e = tl.arange(0, HALF)
     x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
+    here = (e < C) & (start + e < count)
+    given_at = token_rows(grad_output, low + start, e, head, heads, V)
+    end_c, end_f = _at_end(log_decay, places, C, OPERAND)
+    middle = tl.minimum(e - W // 2, C - 1)
+    mc, mf = _u(log_decay, places, middle, OPERAND)
+    scales += program * (W * HALF)
+    for slot in range(W):
+        token, writes = _writers(e, slot, start, count, C)
+        uc, uf = _u(log_decay, places, token, OPERAND)
+        eta = tl.load(weight + token, mask=writes, other=0.0)
+        tl.store(scales + slot * HALF + e, eta * tl.exp2(tl.where(writes, (mc - uc) + (mf - uf), 0.0)))
+    tl.debug_barrier()
     dp = tl.zeros([HALF, HALF], tl.float32)
     df = tl.zeros([HALF, HALF], tl.float32)
+    of_values = tl.zeros([HALF], tl.float32)
+    of_weight = tl.zeros([HALF], tl.float32)
+    ahead = e[:, None] - e[None, :]
     for tile in range(0, (V + BV - 1) // BV):
         columns = tile * BV + tl.arange(0, BV)
-        m = tl.zeros([BV, HALF], tl.float32)
-        for begin in range(0, C, M):
-            at, present, token, slot, last, writes, reads = _block(
-                q, k, previous, tail_x, sequence, low, count, start, begin, head, heads, K, C, TILE, W, M, BLOCK,
-                SHIFT, CARRIED, LAG,
-            )  # fmt: skip
-            gram = tl.zeros([HALF, BLOCK], tl.float32)
-            own = tl.zeros([BLOCK, BLOCK], tl.float32)
-            found = tl.zeros([BV, BLOCK], tl.float32)
-            for beginning in range(0, K, BK):
-                kk = beginning + tl.arange(0, BK)
-                rows = load_rows(at, present, kk, K).to(OPERAND)
-                gram = _gram(load_rows(x_at, there, kk, K).to(OPERAND), rows, gram)
-                own = _gram(rows, rows, own)
-                s = _load_state(states, columns, kk, V, K)
-                found = tl.dot(s, tl.trans(rows), found, input_precision=PRECISION)
+        given = load_rows(given_at, here, columns, V).to(OPERAND)
+        for slot in range(W):
+            token, writes = _writers(e, slot, start, count, C)
+            solution = load_rows(_slot_rows(y, program, slot, token, C, SPACE, V), writes, columns, V)
+            coupled = tl.zeros([HALF, HALF], tl.float32)
+            for other in range(W):
+                earlier, written = _writers(e, other, start, count, C)
+                residual = load_rows(_slot_rows(rho, program, other, earlier, C, SPACE, V), written, columns, V)
+                within = tl.dot(solution, tl.trans(residual), input_precision=PRECISION)
+                scale = tl.load(scales + other * HALF + e)
+                coupled += tl.where(ahead > slot - other, within * scale[None, :], 0.0)
             eta = tl.load(weight + token, mask=writes, other=0.0)
-            uc, uf = _u(log_decay, places, token, OPERAND)
-            tc, tf = _u(log_decay, places, last, OPERAND)
-            bc, bf, ec, ef = _bounds(log_decay, places, begin, M, TILE, OPERAND)
-            sign = tl.where(slot == W, 1.0, -1.0)
-            after = _after(W, BLOCK, LAG, True)
-            n = own * _pairwise(tc[None, :], tf[None, :], uc[:, None], uf[:, None], after)
-            solved = _inverse(n * sign[None, :] * eta[:, None], M, OPERAND)
-            reach = tl.exp2((tc - bc) + (tf - bf))
-            gram *= (sign * reach)[None, :]
-            pair = token + slot - (W - 1)
-            v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
-            v_at, mask = _turned(v_at, columns, exists(start + pair, writes, 0, CARRIED), V)
-            told = tl.load(v_at, mask=mask, other=0.0).to(tl.float32) + found * (sign * tl.exp2(tc + tf))[None, :]
-            none = tl.zeros([BV, BLOCK], tl.float32)
-            rho = _exact(_exact(m, gram, told, OPERAND), solved, none, OPERAND)
-
-            solution = load_rows(_rows_of(y, program, token * W + slot, C * W + HALF, V), writes, columns, V)
-            given_at = token_rows(grad_output, low + start, token, head, heads, V)
-            solution += load_rows(given_at, reads, columns, V).to(OPERAND)
-            within = tl.dot(solution, rho.to(OPERAND), input_precision=PRECISION)
-            into = _sums_of(sums, program, 1, token, slot, C, W)
-            diagonal = tl.sum(tl.where(i[:, None] == i[None, :], within, 0.0), 1)
-            diagonal += tl.load(into, mask=(writes | reads) & (tile > 0), other=0.0)
-            tl.store(into, diagonal, mask=writes | reads)
-            factor = tl.where(slot == W, 1.0, -eta)
-            coupled = tl.dot(solution, m.to(OPERAND), input_precision=PRECISION) * (reach * factor)[:, None]
-            after = _after(W, BLOCK, LAG, False)
-            within *= _pairwise(tc[:, None], tf[:, None], uc[None, :], uf[None, :], after)
-            within *= factor[:, None] * eta[None, :]
-            fold = _places(token + slot, e, slot < W, OPERAND)
-            coupled = tl.dot(within.to(OPERAND), fold, coupled, input_precision=PRECISION).to(OPERAND)
-            dp = tl.dot(_places_turned(token, e, slot == W).to(OPERAND), coupled, dp, input_precision=PRECISION)
-            df = tl.dot(_places_turned(token + slot, e, slot < W).to(OPERAND), coupled, df, input_precision=PRECISION)
-            rho *= (eta * tl.exp2((ec - uc) + (ef - uf)))[None, :]
-            m = _left_wide(rho, fold, m * tl.exp2((ec - bc) + (ef - bf)), OPERAND, PRECISION)
+            tc, tf = _u(log_decay, places, token - 1, OPERAND)
+            df -= coupled * (eta * tl.exp2(tl.where(writes, (tc - mc) + (tf - mf), 0.0)))[:, None]
+            residual = load_rows(_slot_rows(rho, program, slot, token, C, SPACE, V), writes, columns, V)
+            read = tl.dot(given, tl.trans(residual), input_precision=PRECISION)
+            read *= tl.load(scales + slot * HALF + e)[None, :]
+            dp += tl.where(ahead >= LAG - slot, read, 0.0)
+        made = tl.zeros([HALF, BV], tl.float32)
+        dv = tl.zeros([HALF, BV], tl.float32)
+        lost = tl.zeros([HALF, BV], tl.float32)
+        for slot in range(W):
+            token, writes = _writers(e, slot, start, count, C)
+            solution = load_rows(_slot_rows(y, program, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
+            residual = load_rows(_slot_rows(rho, program, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
+            eta = tl.load(weight + token, mask=writes, other=0.0)
+            tc, tf = _u(log_decay, places, token - 1, OPERAND)
+            of_weight += moved(tl.sum(solution * residual, 1), slot, e)
+            made += residual * tl.load(scales + slot * HALF + e)[:, None]
+            dv += solution * eta[:, None]
+            lost -= solution * (eta * tl.exp2(tc + tf))[:, None]
+        made *= tl.exp2((end_c - mc) + (end_f - mf))[:, None]
         tl.debug_barrier()
-        into, mask = _turned(_rows_of(y, program, e, C * W + HALF, V), columns, e >= 0, V)
-        tl.store(into, m, mask=mask)
+        store_rows(_rows_of(y, program, e, SPACE, V), dv, e >= 0, columns, V)
+        store_rows(_rows_of(y, program, HALF + e, SPACE, V), lost, e >= 0, columns, V)
+        store_rows(_rows_of(rho, program, e, SPACE, V), made, e >= 0, columns, V)
     tl.debug_barrier()
 
-    here = (e < C) & (start + e < count)
     rc, rf = _u(log_decay, places, e - LAG, OPERAND)
-    end_c, end_f = _at_end(log_decay, places, C, OPERAND)
+    df *= _pairwise(mc[:, None], mf[:, None], mc[None, :], mf[None, :], ahead > -W)
+    dp *= _pairwise(rc[:, None], rf[:, None], mc[None, :], mf[None, :], ahead > LAG - W)
     at_end = tl.exp2(end_c + end_f)
     q_at = token_rows(q, low + start, e, head, heads, K)
-    given_at = token_rows(grad_output, low + start, e, head, heads, V)
     of_read, of_written = tl.trans(dp).to(OPERAND), (df + tl.trans(df)).to(OPERAND)
     kept = 0.0
+    read = tl.zeros([HALF], tl.float32)
+    alike = tl.zeros([HALF, HALF], tl.float32)
     for beginning in range(0, K, BK):
         kk = beginning + tl.arange(0, BK)
         dq = tl.zeros([HALF, BK], tl.float32)
@@ -610,24 +707,24 @@ def _gradients(
             given = load_rows(given_at, here, columns, V).to(OPERAND)
             kept += _product(s, g) * at_end
             dq = tl.dot(given, s, dq, input_precision=PRECISION)
-            written = load_rows(_rows_of(y, program, e, C * W + HALF, V), e >= 0, columns, V)
-            left = tl.dot(written, g, left, input_precision=PRECISION)
-            found = load_rows(_rows_of(y, program, C * W + e, C * W + HALF, V), e >= 0, columns, V)
-            dx = tl.dot(found, s, dx, input_precision=PRECISION)
+            made = load_rows(_rows_of(rho, program, e, SPACE, V), e >= 0, columns, V)
+            left = tl.dot(made, g, left, input_precision=PRECISION)
+            lost = load_rows(_rows_of(y, program, HALF + e, SPACE, V), e >= 0, columns, V)
+            dx = tl.dot(lost, s, dx, input_precision=PRECISION)
         x = load_rows(x_at, there, kk, K).to(OPERAND)
         kept += _product(x, left)
-        dq = tl.dot(dp.to(OPERAND), x, dq * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
+        query = load_rows(q_at, here, kk, K).to(OPERAND)
+        dq *= tl.exp2(rc + rf)[:, None]
+        read += tl.sum(dq * query.to(tl.float32), 1)
+        alike = _gram(query, x, alike)
+        dq = tl.dot(dp.to(OPERAND), x, dq, input_precision=PRECISION)
         store_rows(token_rows(grad_q, low + start, e, head, heads, K), dq, here, kk, K)
         dx = tl.dot(of_written, x, dx + left, input_precision=PRECISION)
-        dx = tl.dot(of_read, load_rows(q_at, here, kk, K).to(OPERAND), dx, input_precision=PRECISION)
+        dx = tl.dot(of_read, query, dx, input_precision=PRECISION)
         store_rows(_rows_of(part_x, program, e, HALF, K), dx, e >= 0, kk, K)
-
-    of_values = tl.zeros([HALF], tl.float32)
-    of_weight = tl.zeros([HALF], tl.float32)
-    for slot in tl.static_range(W):  # not as a tile: what follows would have its rows several times a thread
-        of_values += tl.load(_sums_of(sums, program, 0, e, slot, C, W), mask=here, other=0.0)
-        of_weight += tl.load(_sums_of(sums, program, 1, e, slot, C, W), mask=here, other=0.0)
-    read = tl.load(_sums_of(sums, program, 1, e, W, C, W), mask=here, other=0.0)
+    read += tl.sum(dp * alike, 1)
+    for slot in tl.static_range(W):
+        of_values += tl.load(sums + (program * W + slot) * TILE + e, mask=here, other=0.0)
 
     # Cotangents: of u_C `kept`, of u_t -w dw, of u_{t-1} `owed`, `read` of the one that is read. In owed - w dw, of
     # which sums run over tokens, only the values are left. A step's decay is in u_t from its own token on, in u_{t-1}
@@ -707,8 +804,8 @@ def _collect(
     k, previous, tail_x, top, grad_energy, part_x, part_v, grad_k, grad_v, grad_previous, grad_tail_x, grad_tail_v,
     bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
-    W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, PACKED: tl.constexpr, SMOOTHNESS: tl.constexpr,
-    REACH: tl.constexpr,
+    W: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, PACKED: tl.constexpr,
+    SMOOTHNESS: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the write features, where their keys lie, and values of a chunk: the parts of all chunks whose
     windows hold them, and what the windows' energies ask for where these are no bounds. The first chunk has the tail's.
@@ -766,7 +863,7 @@ def _collect(
         total = tl.zeros([REACH, BV], tl.float32)
         for after in tl.static_range((C + W - 2) // C + 1):
             inside = own & (row >= after * C) & (start + after * C < count)
-            part = _rows_of(part_v, program + after * heads, row - after * C, HALF, V)
+            part = _rows_of(part_v, program + after * heads, row - after * C, SPACE, V)
             total += load_rows(part, inside, columns, V).to(tl.float32)
         store_rows(into, total, own, columns, V)
 
@@ -802,11 +899,12 @@ class Plan:
         self.schedule = triton_schedule.Plan(
             layout, heads, key_dim, options, masked, carried, triton_schedule.parts(dtype), aligned
         )
-        self.solved = (chunks, layout.chunk * window + pairs, value_dim)
+        space = max(layout.chunk * window, 2 * pairs)
+        self.solved = (chunks, space, value_dim)
         self.lost, self.made = ((layout.chunks, heads, layout.chunk + pairs, width) for width in (key_dim, value_dim))
-        self.parts = tuple((chunks, pairs, width) for width in (key_dim, value_dim))
+        self.part_x = (chunks, pairs, key_dim)
         self.by_token = (chunks, pairs)
-        self.sums = (chunks, 2, layout.chunk * (window + 1))
+        self.by_place = (chunks, window, pairs)
         self.exact = options.smoothness == SMOOTHNESS["exact"]
         self.top = (window, *self.schedule.shapes[2]) if window <= LARGEST_EXACT_WINDOW else None
         self.across = (layout.length, layout.longest, heads)
@@ -817,7 +915,7 @@ class Plan:
 
         base = {
             "K": key_dim, "V": value_dim, "C": layout.chunk, "TILE": pairs, "W": window, "M": tokens, "BLOCK": rows,
-            "SHIFT": int(options.shifted),
+            "PAIRED": min(LONGEST_SOLVE, 16 // window), "ROWS": 16, "SPACE": space, "SHIFT": int(options.shifted),
             "CARRIED": carried, "PACKED": layout.packed, "OPERAND": OPERANDS[self.operand], "LAG": int(before),
             # float16 inputs are multiplied as tf32: as precise, without the overflow of what comes from the memory
             "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
@@ -845,6 +943,7 @@ class Plan:
         self.carry = along(_carry, sizes.carry, "STORE", "FINAL")
         self.reverse = along(_reverse, sizes.reverse, "FINAL")
         self.adjoint = across(_adjoint, sizes.adjoint)
+        self.residuals = across(_residuals, sizes.residuals)
         self.gradients = across(_gradients, sizes.gradients)
         self.add_bound = across(_add_bound, sizes.add_bound) if options.smoothness == SMOOTHNESS["bound"] else None
         self.collect = across(_collect, sizes.collect)
@@ -881,21 +980,23 @@ def backward(
         k, previous, tail_x, log_decay, lost, grad_output, grad_final, grad_states, into.memory, *tables[:2],
         *plan.numbers, flags=(grad_final is not None,),
     )  # fmt: skip
-    y, sums, (part_x, part_v) = empty(plan.solved), empty(plan.sums, torch.float32), map(empty, plan.parts)
+    y, rho, part_x = empty(plan.solved), empty(plan.solved), empty(plan.part_x)
+    sums, scales = (empty(plan.by_place, torch.float32) for _ in range(2))
     plan.adjoint(
-        q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, part_v, *tables,
+        q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, *tables,
         *plan.numbers,
     )  # fmt: skip
+    plan.residuals(k, v, previous, tail_x, tail_v, weight, log_decay, states, rho, *tables, *plan.numbers)
     grad_energy = empty(plan.by_token, torch.float32)
     plan.gradients(
-        q, k, v, call.gain, call.ridge, previous, previous_valid, tail_x, tail_v, tail_valid, call.lengths, weight,
-        log_decay, energy, states, grad_output, grad_states, y, sums, into.q, into.gain, into.ridge, grad_energy,
+        q, k, call.gain, call.ridge, previous, previous_valid, tail_x, tail_valid, call.lengths, weight, log_decay,
+        energy, states, grad_output, grad_states, y, rho, sums, scales, into.q, into.gain, into.ridge, grad_energy,
         part_x, *tables, *plan.numbers,
     )  # fmt: skip
-    del y
+    del rho
     if plan.add_bound is not None:
         plan.add_bound(k, previous, tail_x, grad_energy, part_x, *tables, *plan.across)
     plan.collect(
-        k, previous, tail_x, top, grad_energy, part_x, part_v, into.k, into.v, into.before.previous_key,
+        k, previous, tail_x, top, grad_energy, part_x, y, into.k, into.v, into.before.previous_key,
         into.before.tail_x, into.before.tail_v, *tables, *plan.numbers,
     )  # fmt: skip
