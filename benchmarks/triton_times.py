@@ -60,7 +60,12 @@ SPACE = {  # bfloat16 tiles of less than 64 columns read past their shared memor
 # falcon_3's kernels along the blocks of a chunk: with more warps, their narrow tiles would be such right operands. They
 # read what they have written, and so have one stage.
 BLOCKS = {"BK": (64, 128), "BV": (32, 64, 128), "num_warps": (1, 2), "num_stages": (1,), "maxnreg": (None, 168, 128)}
-SPACE_OF_BLOCKS = {"_local": BLOCKS, "_adjoint": BLOCKS, "_gradients": BLOCKS}
+SPACE_OF_BLOCKS = {
+    "_local": BLOCKS,
+    "_residuals": BLOCKS,
+    "_adjoint": BLOCKS,
+    "_gradients": BLOCKS | {"num_warps": (4, 8)},
+}
 KERNELS = list(SPACE | SPACE_OF_BLOCKS)
 
 
