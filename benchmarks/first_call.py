@@ -14,18 +14,21 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+from falcon_kernels import RULES
 from report import report
 
 SHAPE = (32, 1024, 12, 64)
 WORK = """
 import sys, time, torch
-from falcon_kernels import Rule, falcon_attention
+from falcon_kernels import RULES, Rule, falcon_attention
 B, T, H, K = map(int, sys.argv[2:])
 q, k, v = (torch.randn(B, T, H, K, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-gain, ridge = (torch.rand(B, T, H, device="cuda", requires_grad=True) for _ in range(2))
+name = sys.argv[1]
+gain = torch.rand(B, T, H, *[K][: RULES[name].per_channel], device="cuda", requires_grad=True)
+ridge = torch.rand(B, T, H, device="cuda", requires_grad=True)
 torch.cuda.synchronize()
 start = time.perf_counter()
-out = falcon_attention(q, k, v, gain, ridge, rule=Rule(sys.argv[1]), impl="triton").output
+out = falcon_attention(q, k, v, gain, ridge, rule=Rule(name), impl="triton").output
 torch.autograd.grad(out, [q, k, v, gain, ridge], out.detach())
 torch.cuda.synchronize()
 print(time.perf_counter() - start)
@@ -44,7 +47,7 @@ def seconds(rule: str, cache: str) -> tuple[float, float]:
 
 def main() -> None:
     rows = []
-    for rule in ("falcon_1", "falcon_1a", "falcon_3a"):
+    for rule in RULES:
         with tempfile.TemporaryDirectory() as cache:
             for what in ("nothing compiled", "second process"):
                 call, process = seconds(rule, cache)

@@ -4,6 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .modeling_falcon_fast_weight import for_products, missing_rows
+
+# Tokens at a time: as many as there can be for their logits to be about so many times as large as all inputs.
+LOGITS_OVER_INPUTS = 8
+NEVER = -1e4  # logit of a row that makes up a weight, whose exponential is 0
+
 
 def fuse_loss(model: nn.Module) -> None:
     """From now on, training steps of `model` compute head and loss together, a part of the tokens at a time.
@@ -55,7 +61,7 @@ def next_token_loss(
         shift_labels: [B, T], the next tokens, where they are known; instead of labels.
     """
     from falcon_kernels.triton_device import INTERPRETED
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     if hidden_states.device.type == "cpu" and not INTERPRETED:
         raise ValueError("the model is on the CPU; the fused loss needs a GPU.")
@@ -71,7 +77,19 @@ def next_token_loss(
             f"labels are for {list(shift_labels.shape)} tokens and logits are kept of {list(hidden_states.shape[:2])}; "
             "with the fused loss keep all of them."
         )
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    loss = LigerFusedLinearCrossEntropyLoss(ignore_index=ignore_index, reduction=reduction, accum_dtype=torch.float32)
-    total = loss(head.weight, hidden_states.flatten(0, 1), shift_labels.flatten().to(hidden_states.device))
+    x = for_products(hidden_states.flatten(0, 1))
+    weight, bias = for_products(head.weight), None
+    if missing := missing_rows(head.weight, x):
+        weight = F.pad(weight, (0, 0, 0, missing))
+        bias = F.pad(weight.new_zeros(head.out_features), (0, missing), value=NEVER)
+    total = liger_fused_linear_cross_entropy(
+        x,
+        weight,
+        shift_labels.flatten().to(x.device),
+        bias,
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        accum_dtype=torch.float32,
+        chunk_mem_const=LOGITS_OVER_INPUTS,
+    )
     return total if num_items_in_batch is None else total / num_items_in_batch

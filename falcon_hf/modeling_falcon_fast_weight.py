@@ -418,7 +418,7 @@ def _product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if narrowed else x.dtype
 
 
-def _for_products(x: Tensor) -> Tensor:
+def for_products(x: Tensor) -> Tensor:
     """x as autocast would else cast it for each of several products."""
     return x.to(_product_dtype(x))
 
@@ -459,13 +459,13 @@ class FalconFastWeightDecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, attention_mask=None, cu_seqlens: Tensor | None = None, **kwargs) -> Tensor:
         residual = hidden_states
-        hidden_states = _for_products(self.input_layernorm(hidden_states))
+        hidden_states = for_products(self.input_layernorm(hidden_states))
         if self.layer_type == "linear_attention":
             hidden_states = self.linear_attn(hidden_states, attention_mask, kwargs.get(CACHE_NAME), cu_seqlens)
         else:
             hidden_states, _ = self.self_attn(hidden_states=hidden_states, attention_mask=attention_mask, **kwargs)
         hidden_states, normed = add_norm(residual, hidden_states, self.post_attention_layernorm)
-        return hidden_states + self.mlp(_for_products(normed))
+        return hidden_states + self.mlp(for_products(normed))
 
 
 class FalconFastWeightPreTrainedModel(PreTrainedModel):
@@ -750,13 +750,13 @@ class Head(nn.Linear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        missing = _missing_rows(self.weight, x)
+        missing = missing_rows(self.weight, x)
         if not missing:
             return super().forward(x)
         return F.linear(x, F.pad(self.weight, (0, 0, 0, missing)))[..., :-missing].contiguous()
 
 
-def _missing_rows(weight: Tensor, x: Tensor) -> int:
+def missing_rows(weight: Tensor, x: Tensor) -> int:
     """How many rows a head's weight should have in addition for inputs x."""
     slow = x.device.type == "cuda" and _product_dtype(x).itemsize == 2 and type(weight) is nn.Parameter
     return -weight.shape[0] % 8 if slow and x.shape[:-1].numel() >= FEWEST_TOKENS else 0

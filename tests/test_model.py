@@ -371,7 +371,7 @@ def test_a_weight_made_up_to_whole_16_bytes_changes_nothing(vocab_size, monkeypa
     """Neither logits nor gradients; and a loss may look at the logits as one long row."""
     ids, found = tokens(2, 9).clamp(max=39), []
     for missing in (0, -vocab_size % 8):
-        monkeypatch.setattr(modeling, "_missing_rows", lambda weight, x, missing=missing: missing)
+        monkeypatch.setattr(modeling, "missing_rows", lambda weight, x, missing=missing: missing)
         model = tiny_model(vocab_size=vocab_size).train()
         out = model(ids, labels=ids)
         assert out.logits.is_contiguous()
@@ -391,8 +391,8 @@ def test_an_odd_vocabulary_on_a_gpu(autocast):
     if not autocast:
         head, x = head.bfloat16(), x.bfloat16()
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        assert modeling._missing_rows(head.weight, x) == 7
-        assert modeling._missing_rows(head.weight, x[:, 1:]) == 0
+        assert modeling.missing_rows(head.weight, x) == 7
+        assert modeling.missing_rows(head.weight, x[:, 1:]) == 0
         found, expected = head(x), torch.nn.functional.linear(x, head.weight)
     assert found.shape == expected.shape
     assert found.dtype == torch.bfloat16
