@@ -17,6 +17,7 @@ from falcon_kernels import FalconState, gated_norm, short_convolution
 from falcon_kernels.compaction import Compaction, compaction
 from falcon_kernels.convolution import normalize
 from falcon_kernels.layers import FalconAttention
+from falcon_kernels.mlp import silu_projection
 from falcon_kernels.single_token import add_norm, fuses, gated_product, project
 from huggingface_hub import create_repo
 from torch import Tensor, nn
@@ -435,11 +436,13 @@ def _index_in_document(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 class GatedMLP(LlamaMLP):
-    """transformers' own, in few launches for a single token."""
+    """transformers' own, in few launches for a single token, and with less kept for the gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(self.act_fn, SiLUActivation):
             return super().forward(x)
+        if not fuses(x):
+            return silu_projection(self.gate_proj(x), self.up_proj(x), self.down_proj)
         (y,) = project(gated_product(x, self.gate_proj, self.up_proj), self.down_proj)
         return y
 

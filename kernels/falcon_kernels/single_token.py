@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .api import _best_step
@@ -19,10 +18,14 @@ def fuses(x: Tensor, *modules: nn.Module | None) -> bool:
         return False
     if x.dtype == torch.float64 or _best_step(x) != "triton":
         return False
-    return all(module is None or _as_made(module, x) for module in modules)
+    return all(module is None or as_made(module, x.dtype, x.device) for module in modules)
 
 
-def _as_made(module: nn.Module, x: Tensor) -> bool:
+def as_made(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a call of `module` is what its weight says: nn.Linear without a bias or nn.RMSNorm, and nothing around.
+
+    dtype, device: what its weight must have.
+    """
     weight: Any = getattr(module, "weight", None)
     known = type(module) in (nn.Linear, nn.RMSNorm) and type(weight) is nn.Parameter
     changed = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
@@ -30,8 +33,8 @@ def _as_made(module: nn.Module, x: Tensor) -> bool:
         known
         and not changed
         and getattr(module, "bias", None) is None
-        and weight.dtype == x.dtype
-        and weight.device == x.device
+        and weight.dtype == dtype
+        and weight.device == device
     )
 
 
@@ -45,15 +48,6 @@ def add_norm(x: Tensor, y: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
     return total, norm(total)
 
 
-def silu_product(x: Tensor, y: Tensor) -> Tensor:
-    """SiLU(x) * y, [B, T, D]."""
-    if fuses(x) and y.dtype == x.dtype:
-        from . import triton_token
-
-        return triton_token.silu_product(x, y)
-    return F.silu(x) * y
-
-
 def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
     """Each of at most three `linears` of [B, T, D] x; one launch for all of them where there is one row."""
     if x.shape[0] == 1 and fuses(x, *linears):
@@ -64,9 +58,9 @@ def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
 
 
 def gated_product(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
-    """SiLU(gate(x)) * up(x) for [B, T, D] x; one launch where there is one row."""
-    if x.shape[0] == 1 and fuses(x, gate, up):
-        from . import triton_token
+    """SiLU(gate(x)) * up(x) for [B, 1, D] x that `fuses` takes."""
+    from . import triton_token
 
+    if x.shape[0] == 1 and fuses(x, gate, up):
         return triton_token.gated_product(x, gate.weight, up.weight)
-    return silu_product(gate(x), up(x))
+    return triton_token.silu_product(gate(x), up(x))

@@ -39,8 +39,9 @@ class Op:
         self.name, self.count = name, tensors.count("Tensor")
         self.run, self.run_backward, self.shape = run, run_backward, shape
         backward = f"{name}_backward"
-        library.define(f"{name}({tensors}, {options}) -> Tensor")
-        library.define(f"{backward}(Tensor grad, {tensors}, {options}) -> Tensor[]")
+        schema = f"{tensors}, {options}" if options else tensors
+        library.define(f"{name}({schema}) -> Tensor")
+        library.define(f"{backward}(Tensor grad, {schema}) -> Tensor[]")
         for device in ("CPU", "CUDA"):
             library.impl(name, self._forward, device)
             library.impl(backward, self._backward, device)
