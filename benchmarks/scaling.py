@@ -70,7 +70,7 @@ TOGETHER = (
 
 def wrapped(model: FalconFastWeightForCausalLM, how: str, device: torch.device) -> nn.Module:
     if how == "ddp":
-        return DistributedDataParallel(model)
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
     if how == "fsdp":
         bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         policy = bf16 if device.type == "cuda" else MixedPrecisionPolicy()

@@ -8,7 +8,8 @@ from .modeling_falcon_fast_weight import for_products, missing_rows
 
 # Tokens at a time: as many as there can be for their logits to be about so many times as large as all inputs.
 LOGITS_OVER_INPUTS = 8
-NEVER = -1e4  # logit of a row that makes up a weight, whose exponential is 0
+NEVER = -1e4  # logit of a row that makes up a weight; its exponential is 0
+MORE = 8  # columns that give it, as many as keep rows at whole 16 bytes
 
 
 def fuse_loss(model: nn.Module) -> None:
@@ -77,19 +78,22 @@ def next_token_loss(
             f"labels are for {list(shift_labels.shape)} tokens and logits are kept of {list(hidden_states.shape[:2])}; "
             "with the fused loss keep all of them."
         )
-    x = for_products(hidden_states.flatten(0, 1))
-    weight, bias = for_products(head.weight), None
-    if missing := missing_rows(head.weight, x):
-        weight = F.pad(weight, (0, 0, 0, missing))
-        bias = F.pad(weight.new_zeros(head.out_features), (0, missing), value=NEVER)
+    x, weight = for_products(hidden_states.flatten(0, 1)), for_products(head.weight)
+    if missing := missing_rows(head.weight, x):  # a bias would cost two more passes over all logits
+        x = F.pad(x, (0, MORE), value=1.0)
+        weight = torch.cat([F.pad(weight, (0, MORE)), _never(missing, weight)])
     total = liger_fused_linear_cross_entropy(
         x,
         weight,
         shift_labels.flatten().to(x.device),
-        bias,
         ignore_index=ignore_index,
         reduction="mean" if num_items_in_batch is None else "sum",
         accum_dtype=torch.float32,
         chunk_mem_const=LOGITS_OVER_INPUTS,
     )
     return total if num_items_in_batch is None else total / num_items_in_batch
+
+
+def _never(rows: int, weight: Tensor) -> Tensor:
+    """[rows, D + MORE] in place of rows of a [., D] weight, for inputs with MORE ones."""
+    return F.pad(weight.new_zeros(rows, weight.shape[1]), (0, MORE), value=NEVER / MORE)
