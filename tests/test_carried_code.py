@@ -75,6 +75,27 @@ head.save_pretrained("head")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "again-0").__module__.startswith("falcon_hf.")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", ["falcon_1", "falcon_3a"])
+def test_without_the_package_it_runs_its_kernels_on_a_gpu(case, tmp_path):
+    ids = tokens(2, 70)
+    model = tiny_model(torch.float32, **CASES[case])
+    model.save_pretrained(tmp_path / "model")
+    expected = model.generate(ids, max_new_tokens=10, do_sample=False).tolist()
+    code = f"""
+del sys.modules["triton"]
+model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True).cuda()
+print(model.generate(torch.tensor({ids.tolist()}).cuda(), max_new_tokens=10, do_sample=False).tolist())
+print(sorted(name.split(".")[-1] for name in sys.modules if "triton_attention" in name or "triton_step" in name))
+print(type(model).__module__.split(".")[0])
+"""
+    generated, kernels, module = clean_python(code, tmp_path).splitlines()
+    assert generated == str(expected)
+    assert kernels == "['falcon_kernels_triton_attention', 'falcon_kernels_triton_step']"
+    assert module == "transformers_modules"
+
+
 @pytest.mark.parametrize("trust", [None, False, True])
 def test_the_package_s_code_is_used_where_it_is_installed(trust, tmp_path):
     tiny_model(torch.float32).save_pretrained(tmp_path)
@@ -102,7 +123,7 @@ def test_the_code_is_flat_and_needs_nothing_but_torch_and_transformers(tmp_path)
         assert {f"{name}.py" for name in get_relative_imports(path)} <= files.keys()
     assert needed - sys.stdlib_module_names == {"torch", "transformers", "huggingface_hub"}
     assert all(len(text) < 60_000 for text in files.values())
-    assert sum(map(len, files.values())) < 525_000
+    assert sum(map(len, files.values())) < 560_000
     assert f"its code, {len(files)} files of Python" in (Path(__file__).parents[1] / "README.md").read_text("utf-8")
 
 
@@ -132,11 +153,22 @@ def test_kernels_of_several_copies_live_beside_those_of_the_package(tmp_path, mo
         for function, given in (("short_convolution", (q.flatten(2), weight, 16)), ("gated_norm", (q, weight[:16, 0]))):
             found, expected = (getattr(package, function)(*given, impl=impl) for impl in ("triton", "torch"))
             torch.testing.assert_close(found, expected)
+        projected = importlib.import_module(prefix + "triton_mlp").OP(q, k, weight[:, :1].expand(-1, 16))
+        torch.testing.assert_close(
+            projected, (torch.nn.functional.silu(q) * k).sum(-1, keepdim=True).expand(-1, -1, -1, 32)
+        )
 
     for prefix, package in packages.items():
         run(prefix, package)
     assert len({sys.modules[f"{prefix}triton_layout"].NAMESPACE for prefix in packages}) == 4
     prefix, package = packages.popitem()
-    for name in ("attention", "convolution", "norm", "step", "token"):  # as a notebook does when they were edited
+    for name in (
+        "attention",
+        "convolution",
+        "mlp",
+        "norm",
+        "step",
+        "token",
+    ):  # as a notebook does when they were edited
         importlib.reload(sys.modules[f"{prefix}triton_{name}"])
     run(prefix, package)
