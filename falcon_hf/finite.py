@@ -21,7 +21,7 @@ class StopAtNonFinite(TrainerCallback):
     """
 
     def __init__(self):
-        self.finite: dict[str, Tensor] = {}  # in the order in which the tensors were made
+        self.largest: dict[str, Tensor] = {}  # absolute value, NaN where there is one; in the order of the tensors
         self.state: TrainerState | None = None
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -39,22 +39,27 @@ class StopAtNonFinite(TrainerCallback):
         self.hooks.clear()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        finite, self.finite = self.finite, {}
-        if finite and not torch.stack(list(finite.values())).all():
-            self._stop(next(place for place, is_finite in finite.items() if not is_finite))
+        largest, self.largest = self.largest, {}
+        if largest:
+            finite = torch.stack([x.float() for x in largest.values()]).isfinite().tolist()
+            if not all(finite):
+                self._stop(list(largest)[finite.index(False)])
 
     def _look_at_output(self, name: str, module: nn.Module, inputs: tuple, output) -> None:
-        if not isinstance(output, Tensor) or not module.training:
+        if not module.training or not isinstance(output, Tensor):
+            return
+        if not output.is_floating_point() or output.numel() == 0:
             return
         self._look(f"The output of {name}", output)
         if output.requires_grad:
             output.register_hook(partial(self._look, f"The gradient at the output of {name}"))
 
     def _look(self, place: str, x: Tensor) -> None:
-        is_finite = x.detach().isfinite().all()
+        largest = torch.linalg.vector_norm(x.detach(), torch.inf)  # one pass over x
         if x.device.type != "cpu":
-            self.finite[place] = is_finite & self.finite.get(place, True)
-        elif not is_finite:
+            before = self.largest.get(place)
+            self.largest[place] = largest if before is None else torch.maximum(largest, before)
+        elif not largest.isfinite():
             self._stop(place)
 
     def _stop(self, place: str) -> NoReturn:

@@ -157,6 +157,22 @@ def test_the_module_with_the_first_nan_is_named(recompute, tmp_path):
         train(tmp_path, model=model, **options)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_first_nan_of_a_step_on_a_gpu_is_named_before_the_weights_change(accumulated, tmp_path):
+    options = {"callbacks": [StopAtNonFinite()], "use_cpu": False, "dtype": torch.float32}
+    options |= {"per_device_train_batch_size": 4 // accumulated, "gradient_accumulation_steps": accumulated}
+    assert train(tmp_path, **options).isfinite().all()
+    model = tiny_model(torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].linear_attn.v_proj.weight[0, 0] = float("nan")
+    other = model.model.layers[1].mlp.up_proj.weight.clone()
+    with pytest.raises(FloatingPointError, match=r"output of model\.layers\.1\.linear_attn\.v_proj is not .* step 1"):
+        train(tmp_path, model=model, **options)
+    assert torch.equal(model.model.layers[1].mlp.up_proj.weight.cpu(), other)
+
+
 @pytest.mark.parametrize("option", ["torch_compile", "fp16"])
 def test_the_watch_for_nans_refuses_what_it_cannot_work_with(option, tmp_path):
     run = trainer(tmp_path)
