@@ -39,8 +39,8 @@ states are stored that way round too. The last kernel ends with the gradients of
 here, so that what its energy asks for is known where its gradient is.
 
 Elements moved per token and head, the forward of training; A^-1 has 4 bytes an element, of bfloat16 in two parts, and
-ten of its sixteen blocks are read:
-    invert K + 2C, whole 2K + 3V + 5C/4 + KV/C; or prepare 2K + 2V + 5C/4, carry and read 2K + 2V + KV/C each
+ten of its sixteen blocks are stored:
+    invert K + 5C/4, whole 2K + 3V + 5C/4 + KV/C; or prepare 2K + 2V + 5C/4, carry and read 2K + 2V + KV/C each
 Kept for the backward are A^-1, S and Z:
     reverse_whole 2K + 2V + 5C/4 + KV/C, gradients 4K + 5V + 2KV/C
     or prepare 3K + 2V + 5C/4, reverse 3K + 3V + KV/C, gradients 4K + 5V + 5C/8 + 2KV/C
@@ -73,6 +73,7 @@ from .triton_layout import (
 from .triton_schedule import Call, Gradients, Kept, Options, Shape, pair_exists, step_gradients
 
 CHUNK = 64
+STORED = tl.constexpr(10 * 16 * 16)  # of each part of A^-1: the blocks of 16 tokens on and below the diagonal
 
 
 @triton.jit
@@ -247,23 +248,25 @@ def _diagonal(eta, gram, before_c, before_f, uc, uf, i, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def _store_block(base, i, row: tl.constexpr, column: tl.constexpr, block, C: tl.constexpr, OPERAND: tl.constexpr):
-    at = base + (row * 16 + i)[:, None] * C + (column * 16 + i)[None, :]
+def _store_block(base, i, number: tl.constexpr, block, OPERAND: tl.constexpr):
+    at = base + number * 256 + i[:, None] * 16 + i[None, :]
     if tl.bfloat16 == OPERAND:
         rounded = block.to(tl.bfloat16)
         tl.store(at, rounded)
-        tl.store(at + C * C, (block - rounded.to(tl.float32)).to(tl.bfloat16))
+        tl.store(at + STORED, (block - rounded.to(tl.float32)).to(tl.bfloat16))
     else:
         tl.store(at, block)
 
 
 @triton.jit
-def _inverse_of(inverse, chunk, row, column, part: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr):
-    """A^-1 of a chunk and head, of bfloat16 the part 0 that is rounded to it, or 1, the rest; the blocks above the
-    diagonal, which are zero, are not read."""
+def _inverse_of(inverse, chunk, row, column, part: tl.constexpr, OPERAND: tl.constexpr):
+    """A^-1 of a chunk and head, of bfloat16 the part 0 that is rounded to it, or 1, the rest. The blocks of 16 x 16
+    lie row by row of blocks, without those above the diagonal, which are zero."""
     parts: tl.constexpr = 2 if tl.bfloat16 == OPERAND else 1
-    at = inverse + (chunk * parts + part) * (C * C) + row * C + column
-    return tl.load(at, mask=row // 16 >= column // 16, other=0.0)
+    r, c = row // 16, column // 16
+    within = row % 16 * 16 + column % 16
+    at = inverse + (chunk * parts + part) * STORED + (r * (r + 1) // 2 + c) * 256 + within
+    return tl.load(at, mask=r >= c, other=0.0)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -272,7 +275,7 @@ def _invert(
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
     PACKED: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """A^-1 [chunks, H, C, C] of one chunk of one head, in blocks of 16 tokens."""
+    """A^-1 of one chunk of one head, in blocks of 16 tokens."""
     program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * C, log_decay + program * C
     head = program % heads
@@ -343,23 +346,17 @@ def _invert(
     sums = _right16(n30, a00, r00, OPERAND) + _right16(n31, a10, r10, OPERAND) + _right16(n32, a20, r20, OPERAND)
     a30 = _dot16(a33, sums, OPERAND)
 
-    into = inverse + program * (2 if tl.bfloat16 == OPERAND else 1) * C * C
-    _store_block(into, i, 0, 0, a00, C, OPERAND)
-    _store_block(into, i, 0, 1, none, C, OPERAND)
-    _store_block(into, i, 0, 2, none, C, OPERAND)
-    _store_block(into, i, 0, 3, none, C, OPERAND)
-    _store_block(into, i, 1, 0, a10, C, OPERAND)
-    _store_block(into, i, 1, 1, a11, C, OPERAND)
-    _store_block(into, i, 1, 2, none, C, OPERAND)
-    _store_block(into, i, 1, 3, none, C, OPERAND)
-    _store_block(into, i, 2, 0, a20, C, OPERAND)
-    _store_block(into, i, 2, 1, a21, C, OPERAND)
-    _store_block(into, i, 2, 2, a22, C, OPERAND)
-    _store_block(into, i, 2, 3, none, C, OPERAND)
-    _store_block(into, i, 3, 0, a30, C, OPERAND)
-    _store_block(into, i, 3, 1, a31, C, OPERAND)
-    _store_block(into, i, 3, 2, a32, C, OPERAND)
-    _store_block(into, i, 3, 3, a33, C, OPERAND)
+    into = inverse + program * (2 if tl.bfloat16 == OPERAND else 1) * STORED
+    _store_block(into, i, 0, a00, OPERAND)
+    _store_block(into, i, 1, a10, OPERAND)
+    _store_block(into, i, 2, a11, OPERAND)
+    _store_block(into, i, 3, a20, OPERAND)
+    _store_block(into, i, 4, a21, OPERAND)
+    _store_block(into, i, 5, a22, OPERAND)
+    _store_block(into, i, 6, a30, OPERAND)
+    _store_block(into, i, 7, a31, OPERAND)
+    _store_block(into, i, 8, a32, OPERAND)
+    _store_block(into, i, 9, a33, OPERAND)
 
 
 # What does not depend on other chunks
@@ -398,9 +395,9 @@ def _prepare(
     x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     there = exists(place, here, SHIFT, CARRIED)
 
-    solved = _inverse_of(inverse, program, i[:, None], i[None, :], 0, C, OPERAND).to(tl.float32)
+    solved = _inverse_of(inverse, program, i[:, None], i[None, :], 0, OPERAND).to(tl.float32)
     if tl.bfloat16 == OPERAND:
-        solved += _inverse_of(inverse, program, i[:, None], i[None, :], 1, C, OPERAND).to(tl.float32)
+        solved += _inverse_of(inverse, program, i[:, None], i[None, :], 1, OPERAND).to(tl.float32)
     left = solved * (eta * tl.exp2(before_c + before_f))[None, :]
     scores = tl.zeros([C, C], tl.float32)
     for begin in range(0, K, BK):
@@ -482,8 +479,8 @@ def _carry(
 def _halves_of(inverse, chunk, i, C: tl.constexpr, OPERAND: tl.constexpr):
     """A^-1 of a chunk and head as two operands whose sum it is; the second is not used but for bfloat16."""
     row, column = i[:, None], i[None, :]
-    high = _inverse_of(inverse, chunk, row, column, 0, C, OPERAND)
-    return high, _inverse_of(inverse, chunk, row, column, 1, C, OPERAND) if tl.bfloat16 == OPERAND else high
+    high = _inverse_of(inverse, chunk, row, column, 0, OPERAND)
+    return high, _inverse_of(inverse, chunk, row, column, 1, OPERAND) if tl.bfloat16 == OPERAND else high
 
 
 @triton.jit
@@ -767,7 +764,7 @@ def _gradients(
     rc, rf = _running(log_decay, places, i, LAG, OPERAND)
     before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
     end_c, end_f = _at_end(log_decay, places, C, OPERAND)
-    transposed = y if SOLVED else _inverse_of(inverse, program, i[None, :], i[:, None], 0, C, OPERAND)
+    transposed = y if SOLVED else _inverse_of(inverse, program, i[None, :], i[:, None], 0, OPERAND)
     kept = _product(s, g) * tl.exp2(end_c + end_f)
     minus = -tl.exp2((before_c - rc) + (before_f - rf))
 
@@ -934,7 +931,7 @@ def kept(layout: Layout, shape: tuple[int, ...], value_dim: int, window: int, dt
 
 def inverses(layout: Layout, heads: int, dtype: torch.dtype) -> tuple[int, ...]:
     """Shape of A^-1 for inputs of `dtype`: in bfloat16 what is rounded to it, and the rest."""
-    return layout.chunks, heads, 2 if dtype == torch.bfloat16 else 1, CHUNK, CHUNK
+    return layout.chunks, heads, 2 if dtype == torch.bfloat16 else 1, STORED.value
 
 
 class Plan:
