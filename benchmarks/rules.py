@@ -196,7 +196,6 @@ MOVED: dict[str, dict[str, tuple[float, float, float]]] = {
     "falcon_1a": ADDITIVE,
     "falcon_3a": ADDITIVE,
     "falcon_1": {
-        "_forward": (1, 0, 0),
         "_invert": (1, 0, 10 / 16),
         "_pass": (5, 1, 10 / 16),  # where sequences fill the card
         "_reverse_pass": (4, 1, 10 / 16),

@@ -18,7 +18,7 @@ that of eta is the row sum of Y * V + F * X.
 Where rows, heads and tiles of value channels fill the card (`launch.fused`), a pass over chunks does all that
 follows from A^-1, in turn R = Diag(eta) (V - Diag(exp(u_{t-1})) X S), Z = A^-1 R, S, O; and back, dZ, Y, G:
 
-    forward    invert         A^-1             one program per (chunk, head), of one warp
+    forward    invert         eta, u, A^-1     one program per (chunk, head), of one warp
                whole          Z, S, O          one program per (sequence, head, V tile), over the chunks
     backward   reverse_whole  Y, G             one program per (sequence, head, V tile), backwards over the chunks
                gradients      all others       one program per (chunk, head)
@@ -26,7 +26,7 @@ follows from A^-1, in turn R = Diag(eta) (V - Diag(exp(u_{t-1})) X S), Z = A^-1 
 With few sequences a chain of four or five dependent products a chunk would be all of the time. There, everything that
 does not depend from chunk to chunk is left out of the passes, which leaves two:
 
-    forward    invert         A^-1             as above
+    forward    invert         eta, u, A^-1     as above
                prepare        W, U             one program per (chunk, head)
                carry          Z, S             one program per (sequence, head, V tile), over the chunks
                read           O                one program per (chunk, head, V tile)
@@ -70,7 +70,17 @@ from .triton_layout import (
     span,
     store_rows,
 )
-from .triton_schedule import Call, Gradients, Kept, Options, Shape, pair_exists, step_gradients
+from .triton_schedule import (
+    Call,
+    Gradients,
+    Kept,
+    Options,
+    Shape,
+    pair_exists,
+    step_gradients,
+    steps,
+    store_running,
+)
 
 CHUNK = 64
 STORED = tl.constexpr(10 * 16 * 16)  # of each part of A^-1: the blocks of 16 tokens on and below the diagonal
@@ -228,6 +238,11 @@ def _gram(a, b, total):
 
 
 @triton.jit
+def _diagonal_of(gram, i):
+    return tl.sum(tl.where(i[:, None] == i[None, :], gram, 0.0), 1)
+
+
+@triton.jit
 def _coupling(eta, gram, before_c, before_f, uc, uf):
     """A block of -A below its diagonal blocks."""
     every = eta[:, None] == eta[:, None]
@@ -271,17 +286,29 @@ def _inverse_of(inverse, chunk, row, column, part: tl.constexpr, OPERAND: tl.con
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _invert(
-    k, previous, weight, log_decay, inverse, bounds, first, owner, length, longest, heads, places,
+    k, gain, ridge, previous, previous_valid, lengths, weight, log_decay, energy, inverse,
+    bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
-    PACKED: tl.constexpr, OPERAND: tl.constexpr,
+    PACKED: tl.constexpr, MASKED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, EPSILON: tl.constexpr,
+    FLOOR: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """A^-1 of one chunk of one head, in blocks of 16 tokens."""
+    """The schedule and A^-1 of one chunk of one head, in blocks of 16 tokens. Energies are the diagonal of X X'."""
     program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * C, log_decay + program * C
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
         return
+    step = tl.arange(0, C)
+    real = count
+    if MASKED:
+        real = tl.load(lengths + sequence).to(tl.int32)
+    active = pair_exists(start + step, real, previous_valid, previous_valid, sequence, 1, SHIFT, CARRIED)
+    token = (low + start + step) * heads + head
+    beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
+    base = tl.zeros([C], tl.float32)
+    if RIDGE > 0:
+        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
     i = tl.arange(0, 16)
     p0 = start + i
     p1, p2, p3 = p0 + 16, p0 + 32, p0 + 48
@@ -300,6 +327,16 @@ def _invert(
         a2, a3 = load_rows(x2, in2, kk, K).to(OPERAND), load_rows(x3, in3, kk, K).to(OPERAND)
         g00, g11 = _gram(a0, a0, g00), _gram(a1, a1, g11)
         g22, g33 = _gram(a2, a2, g22), _gram(a3, a3, g33)
+
+    statistic = tl.join(
+        tl.join(_diagonal_of(g00, i), _diagonal_of(g22, i)), tl.join(_diagonal_of(g11, i), _diagonal_of(g33, i))
+    )
+    statistic = _settled(tl.reshape(tl.permute(statistic, (1, 2, 0)), [C]), step)
+    eta, decay = steps(beta, base, statistic, active, RIDGE, DIRECT, True, EPSILON, FLOOR)
+    tl.store(weight + step, eta)
+    tl.store(energy + program * C + step, statistic)
+    store_running(log_decay + step, places, decay, 1 if tl.bfloat16 == OPERAND else 2)
+    tl.debug_barrier()
 
     e0 = tl.load(weight + i)
     e1 = tl.load(weight + i + 16)
@@ -946,9 +983,7 @@ class Plan:
         self.operand = operand_dtype(dtype)
         self.states = (layout.chunks, heads, value_dim, key_dim)
         self.inverse = inverses(layout, heads, dtype)
-        self.schedule = triton_schedule.Plan(
-            layout, heads, key_dim, options, masked, carried, triton_schedule.parts(dtype), aligned
-        )
+        self.schedule = triton_schedule.shapes(layout, heads, 1, triton_schedule.parts(dtype))
         self.numbers = (layout.length, layout.longest, heads, layout.chunks * heads * CHUNK)
         size = self.operand.itemsize
         key_tile, value_width = (launch.padded(d, size) for d in (key_dim, value_dim))
@@ -986,7 +1021,7 @@ class Plan:
             config = fitted(config)
             return launch.narrower(device, config, rows, value_dim, key_tile) if size == 2 else config
 
-        self.invert = across(_invert, sizes.invert, {})
+        self.invert = across(_invert, sizes.invert, schedule)
         self.fused = launch.fused(device, sizes.whole, rows, value_dim, layout.packed)
         self.gradients = across(_gradients, sizes.gradients, schedule | {"SOLVED": self.fused})
         if self.fused:
@@ -1006,9 +1041,12 @@ class Plan:
 def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: bool) -> Kept:
     """Fills `output` [B, T, H, V] and, where given, `final` [S, H, K, V]."""
     q, k, v, tables, previous = call.q, call.k, call.v, call.tables, call.before.previous_key
-    weight, log_decay, energy = triton_schedule.forward(plan.schedule, call)
+    weight, log_decay, energy = (torch.empty(n, dtype=torch.float32, device=q.device) for n in plan.schedule)
     inverse = torch.empty(plan.inverse, dtype=plan.operand, device=q.device)
-    plan.invert(k, previous, weight, log_decay, inverse, *tables, *plan.numbers)
+    plan.invert(
+        k, call.gain, call.ridge, previous, call.before.previous_valid, call.lengths, weight, log_decay, energy,
+        inverse, *tables, *plan.numbers,
+    )  # fmt: skip
     states, z = None, None
     if keep or not plan.fused:
         states = torch.empty(plan.states, dtype=plan.operand, device=q.device)
