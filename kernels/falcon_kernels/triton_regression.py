@@ -321,12 +321,16 @@ def _invert(
 
     none = tl.zeros([16, 16], tl.float32)
     g00, g11, g22, g33 = none, none, none, none
+    g10, g20, g21, g30, g31, g32 = none, none, none, none, none, none
     for begin in range(0, K, BK):
         kk = begin + tl.arange(0, BK)
         a0, a1 = load_rows(x0, there0, kk, K).to(OPERAND), load_rows(x1, in1, kk, K).to(OPERAND)
         a2, a3 = load_rows(x2, in2, kk, K).to(OPERAND), load_rows(x3, in3, kk, K).to(OPERAND)
         g00, g11 = _gram(a0, a0, g00), _gram(a1, a1, g11)
         g22, g33 = _gram(a2, a2, g22), _gram(a3, a3, g33)
+        g10, g32 = _gram(a1, a0, g10), _gram(a3, a2, g32)
+        g20, g21 = _gram(a2, a0, g20), _gram(a2, a1, g21)
+        g30, g31 = _gram(a3, a0, g30), _gram(a3, a1, g31)
 
     statistic = tl.join(
         tl.join(_diagonal_of(g00, i), _diagonal_of(g22, i)), tl.join(_diagonal_of(g11, i), _diagonal_of(g33, i))
@@ -361,14 +365,6 @@ def _invert(
         a22, r22 = _diagonal(e2, g22, bc2, bf2, c2, f2, i, OPERAND)
         a33, _ = _diagonal(e3, g33, bc3, bf3, c3, f3, i, OPERAND)
 
-    g10, g20, g21, g30, g31, g32 = none, none, none, none, none, none
-    for begin in range(0, K, BK):
-        kk = begin + tl.arange(0, BK)
-        y0, y1 = load_rows(x0, there0, kk, K).to(OPERAND), load_rows(x1, in1, kk, K).to(OPERAND)
-        y2, y3 = load_rows(x2, in2, kk, K).to(OPERAND), load_rows(x3, in3, kk, K).to(OPERAND)
-        g10, g32 = _gram(y1, y0, g10), _gram(y3, y2, g32)
-        g20, g21 = _gram(y2, y0, g20), _gram(y2, y1, g21)
-        g30, g31 = _gram(y3, y0, g30), _gram(y3, y1, g31)
     n10 = _coupling(e1, g10, bc1, bf1, c0, f0)
     n20, n21 = _coupling(e2, g20, bc2, bf2, c0, f0), _coupling(e2, g21, bc2, bf2, c1, f1)
     n30, n31 = _coupling(e3, g30, bc3, bf3, c0, f0), _coupling(e3, g31, bc3, bf3, c1, f1)
