@@ -754,7 +754,7 @@ def _gradients(
     From Y where SOLVED, else from dZ.
 
     Products [C, C] that are left operands both ways round are formed twice, not transposed. Where all channels are one
-    tile, operands of products are loaded once, before all products.
+    tile, operands of products are loaded once, before all products, and the gradient of v may take the place of Y or dZ.
     """
     program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * C, log_decay + program * C
@@ -1020,6 +1020,7 @@ class Plan:
         self.invert = across(_invert, sizes.invert, schedule)
         self.fused = launch.fused(device, sizes.whole, rows, value_dim, layout.packed)
         self.gradients = across(_gradients, sizes.gradients, schedule | {"SOLVED": self.fused})
+        self.in_place = dtype == self.operand and self.gradients.constants["BV"] >= value_dim  # then Y is read once
         if self.fused:
             self.whole = along(_pass, fitted(sizes.whole), "KEEP", "FINAL")
             self.reverse_whole = along(_reverse_pass, fitted(sizes.reverse_whole), "FINAL")
@@ -1071,7 +1072,8 @@ def backward(
     assert states is not None
     assert z is not None
     previous, final = before.previous_key, (grad_final is not None,)
-    y_or_dz, grad_states = torch.empty_like(z), torch.empty_like(states)
+    y_or_dz = into.v if plan.in_place else torch.empty_like(z)
+    grad_states = torch.empty_like(states)
     if plan.fused:
         plan.reverse_whole(
             q, k, previous, weight, log_decay, inverse, grad_output, grad_final, y_or_dz, grad_states, into.memory,
