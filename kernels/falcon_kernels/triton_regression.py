@@ -13,7 +13,11 @@ dA = -tril(exp(u_{i-1} - u_s) * Y Z', -1), the gradients are dV = Diag(eta) Y, d
 
     dX = Diag(eta) F + dP' Q + dA' Diag(eta) X + Diag(exp(u_C - u)) Z G'     F = dA X - Diag(exp(u_{i-1})) A^-T dZ S',
 
-that of eta is the row sum of Y * V + F * X.
+Gradients of eta and of decays are sums over pairs of tokens of dA * (A - I) and dP * P, whose terms cancel. Their sums
+over rows and columns need no pairs: with Z = A^-1 R and dZ = A' Y, those of dA * (A - I) are -Y * (R - Z) and
+-Z * (dZ - Y), those of dP * P dO * (O - Diag(exp(u)) Q S) and Z * P' dO. Together with what depends on S and G, the
+gradient of eta is the row sum of Y * Z / eta, that of u_{t-1} where a pair is compared with the memory that of
+Y * (Z - eta V), and that of u_t where it is written that of -Y * Z.
 
 Where rows, heads and tiles of value channels fill the card (`launch.fused`), a pass over chunks does all that
 follows from A^-1, in turn R = Diag(eta) (V - Diag(exp(u_{t-1})) X S), Z = A^-1 R, S, O; and back, dZ, Y, G:
@@ -83,6 +87,7 @@ from .triton_schedule import (
 )
 
 CHUNK = 64
+LEAST = tl.constexpr(1e-30)  # step size of a pair, which takes less as this: that of Z / eta is what eta's gradient needs
 STORED = tl.constexpr(10 * 16 * 16)  # of each part of A^-1: the blocks of 16 tokens on and below the diagonal
 
 
@@ -337,6 +342,7 @@ def _invert(
     )
     statistic = _settled(tl.reshape(tl.permute(statistic, (1, 2, 0)), [C]), step)
     eta, decay = steps(beta, base, statistic, active, RIDGE, DIRECT, True, EPSILON, FLOOR)
+    eta = tl.where(active & (tl.abs(eta) < LEAST), LEAST, eta)
     tl.store(weight + step, eta)
     tl.store(energy + program * C + step, statistic)
     store_running(log_decay + step, places, decay, 1 if tl.bfloat16 == OPERAND else 2)
@@ -805,14 +811,17 @@ def _gradients(
     y = _solved(transposed, y, SOLVED, PRECISION)
     found = (minus[:, None] * y).to(OPERAND)
     gained = tl.zeros([C], tl.float32)
+    written = tl.zeros([C], tl.float32)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
         if V > BV:
+            residual = load_rows(z_at, here, columns, V)
             values = load_rows(v_at, here, columns, V)
             y = _solved(transposed, load_rows(y_at, here, columns, V), SOLVED, PRECISION)
         gained += tl.sum(y * values.to(tl.float32), 1)
+        written += tl.sum(y * residual.to(tl.float32), 1)
         store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
-    gained = _settled(gained, i)
+    gained, written = _settled(gained, i), _settled(written, i)
     scores = tl.zeros([C, C], tl.float32)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
@@ -875,8 +884,6 @@ def _gradients(
     system_turned = (system * decay * tl.load(weight + i)[None, :]).to(OPERAND)
 
     into = _x_rows(grad_k, grad_previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
-    decayed = tl.zeros([C], tl.float32)
-    written = tl.zeros([C], tl.float32)
     if V > BV or K > BK:
         kept = 0.0
     dx = tl.zeros([C, BK], tl.float32)
@@ -898,7 +905,6 @@ def _gradients(
                 s = _load_state(states, columns, kk, V, K)
             dx = tl.dot(found, s, dx, input_precision=PRECISION)
         dx = tl.dot(system_left, x, dx * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
-        decayed += tl.sum(x_again.to(tl.float32) * dx, 1)
 
         left = tl.zeros([C, BK], tl.float32)
         for begin in range(0, V, BV):
@@ -914,7 +920,6 @@ def _gradients(
         kept += _product(x_again, left)
         left = tl.dot(scores_turned, queries, left, input_precision=PRECISION)
         left = tl.dot(system_turned, x, left, input_precision=PRECISION)
-        written += tl.sum(x_again.to(tl.float32) * left, 1)
         dx = left + eta[:, None] * dx
         if K > BK:  # until what the energy asks for is known
             store_rows(into, dx, there, kk, K)
@@ -923,13 +928,14 @@ def _gradients(
             tl.store(last + kk, tl.zeros([BK], grad_k.dtype.element_ty), mask=(kk < K) & (start + C >= count))
 
     # Cotangents: of u_C `kept`, of u_t -`written`, of u_{t-1} `owed`, `read` of the one that is read. A step's decay is
-    # in u_t from its own token on, in u_{t-1} from the next. All but `kept` are summed over tokens as they are: there,
-    # what a pair of tokens has in two of them cancels, roundings too.
-    owed = eta * decayed
-    grad_decay = tl.cumsum(read + owed - written, 0, reverse=True) - owed - read * LAG + kept
+    # in u_t from its own token on, in u_{t-1} from the next.
+    gained *= eta
+    owed = written - gained
+    grad_eta = written / tl.where(active, eta, 1.0)
+    grad_decay = tl.cumsum(read - gained, 0, reverse=True) - owed - read * LAG + kept
 
     of_gain, of_ridge, of_energy = step_gradients(
-        beta, coefficient, statistic, gained + decayed, grad_decay, active, RIDGE, DIRECT, True, DETACH, EPSILON, FLOOR
+        beta, coefficient, statistic, grad_eta, grad_decay, active, RIDGE, DIRECT, True, DETACH, EPSILON, FLOOR
     )
     tl.store(grad_gain + row, of_gain, mask=here)
     if RIDGE > 0:
