@@ -738,12 +738,14 @@ def _product(a, b):
 
 
 @triton.jit
-def _solved(transposed, y_or_dz, SOLVED: tl.constexpr, PRECISION: tl.constexpr):
-    """Y in float32."""
+def _solved(rounded, rest, y_or_dz, SOLVED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Y in float32; `rounded` and `rest` are those of A^-1."""
     if SOLVED:
         return y_or_dz.to(tl.float32)
+    elif tl.bfloat16 == OPERAND:
+        return tl.dot(tl.trans(rounded), y_or_dz, tl.dot(tl.trans(rest), y_or_dz))
     else:
-        return tl.dot(transposed, y_or_dz, input_precision=PRECISION)
+        return tl.dot(tl.trans(rounded), y_or_dz, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -803,12 +805,15 @@ def _gradients(
     queries = load_rows(q_at, here, kk, K).to(OPERAND)
     g = _load_state(grad_states, columns, kk, V, K)
     y = load_rows(y_at, here, columns, V)  # last: it goes through shared memory before a product, and others would wait
-    transposed = y if SOLVED else _inverse_of(inverse, program, i[None, :], i[:, None], 0, OPERAND)
+    if SOLVED:
+        rounded, rest = y, y
+    else:
+        rounded, rest = _halves_of(inverse, program, i, C, OPERAND)
     kept = _product(s, g) * tl.exp2(end_c + end_f)
     minus = _settled(-tl.exp2((before_c - rc) + (before_f - rf)), i)
 
     # dP, and dA without exp(u_{i-1} - r_i), which Y has already
-    y = _solved(transposed, y, SOLVED, PRECISION)
+    y = _solved(rounded, rest, y, SOLVED, OPERAND, PRECISION)
     found = (minus[:, None] * y).to(OPERAND)
     gained = tl.zeros([C], tl.float32)
     written = tl.zeros([C], tl.float32)
@@ -817,7 +822,7 @@ def _gradients(
         if V > BV:
             residual = load_rows(z_at, here, columns, V)
             values = load_rows(v_at, here, columns, V)
-            y = _solved(transposed, load_rows(y_at, here, columns, V), SOLVED, PRECISION)
+            y = _solved(rounded, rest, load_rows(y_at, here, columns, V), SOLVED, OPERAND, PRECISION)
         gained += tl.sum(y * values.to(tl.float32), 1)
         written += tl.sum(y * residual.to(tl.float32), 1)
         store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
@@ -838,7 +843,7 @@ def _gradients(
         columns = begin + tl.arange(0, BV)
         if V > BV:
             residual = load_rows(z_at, here, columns, V)
-            y = _solved(transposed, load_rows(y_at, here, columns, V), SOLVED, PRECISION)
+            y = _solved(rounded, rest, load_rows(y_at, here, columns, V), SOLVED, OPERAND, PRECISION)
             found = (minus[:, None] * y).to(OPERAND)
         system = tl.dot(found, tl.trans(residual), system, input_precision=PRECISION)
     system_left = (system * decay).to(OPERAND)
@@ -878,7 +883,7 @@ def _gradients(
         columns = begin + tl.arange(0, BV)
         if V > BV:
             residual = load_rows(z_at, here, columns, V)
-            y = _solved(transposed, load_rows(y_at, here, columns, V), SOLVED, PRECISION)
+            y = _solved(rounded, rest, load_rows(y_at, here, columns, V), SOLVED, OPERAND, PRECISION)
             found = (minus[:, None] * y).to(OPERAND)
         system = tl.dot(residual, tl.trans(found), system, input_precision=PRECISION)
     system_turned = (system * decay * tl.load(weight + i)[None, :]).to(OPERAND)
@@ -899,7 +904,7 @@ def _gradients(
         for begin in range(0, V, BV):
             columns = begin + tl.arange(0, BV)
             if V > BV:
-                y = _solved(transposed, load_rows(y_at, here, columns, V), SOLVED, PRECISION)
+                y = _solved(rounded, rest, load_rows(y_at, here, columns, V), SOLVED, OPERAND, PRECISION)
                 found = (minus[:, None] * y).to(OPERAND)
             if V > BV or K > BK:
                 s = _load_state(states, columns, kk, V, K)
