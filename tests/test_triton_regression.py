@@ -167,7 +167,7 @@ def test_correlated_keys_in_bfloat16():
 
 @both_regimes
 def test_gradients_of_steps_and_decays_in_bfloat16():
-    """Where keys are alike, sums over pairs of tokens cancel: from rounded ones errors are two and three times as large."""
+    """Where keys are alike, sums over pairs of tokens cancel: of rounded ones errors are twice as large."""
     rule = RULES["next"]
     inputs, state = case(rule, B=1, T=130, H=2, K=64, V=64)
     with torch.no_grad():

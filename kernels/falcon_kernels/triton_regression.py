@@ -87,7 +87,7 @@ from .triton_schedule import (
 )
 
 CHUNK = 64
-LEAST = tl.constexpr(1e-30)  # step size of a pair, which takes less as this: that of Z / eta is what eta's gradient needs
+LEAST = tl.constexpr(1e-30)  # a smaller step size of a pair is taken as this: eta's gradient needs Z / eta
 STORED = tl.constexpr(10 * 16 * 16)  # of each part of A^-1: the blocks of 16 tokens on and below the diagonal
 
 
@@ -762,7 +762,7 @@ def _gradients(
     From Y where SOLVED, else from dZ.
 
     Products [C, C] that are left operands both ways round are formed twice, not transposed. Where all channels are one
-    tile, operands of products are loaded once, before all products, and the gradient of v may take the place of Y or dZ.
+    tile, operands of products are loaded once, before all products, and the gradient of v may lie where Y or dZ does.
     """
     program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * C, log_decay + program * C
