@@ -552,8 +552,6 @@ def _pass(
     for start in range(0, count, C):
         chunk = (number + start // C) * heads + head
         decays = log_decay + chunk * C
-        if KEEP:
-            store_rows(states + chunk * (V * K) + columns * K, s, columns < V, kk, K)
         place = start + i
         here = place < count
         x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
@@ -569,6 +567,8 @@ def _pass(
         end_c, end_f = _at_end(decays, places, C, OPERAND)
 
         found = s.to(OPERAND)
+        if KEEP:
+            store_rows(states + chunk * (V * K) + columns * K, found, columns < V, kk, K)
         known = tl.dot(found, tl.trans(x), input_precision=PRECISION)
         known *= _settled(eta * tl.exp2(before_c + before_f), i)[None, :]
         residual = (_settled(eta, i)[None, :] * values.to(tl.float32) - known).to(OPERAND)
