@@ -47,8 +47,9 @@ ten of its sixteen blocks are stored:
     invert K + 5C/4, whole 2K + 3V + 5C/4 + KV/C; or prepare 2K + 2V + 5C/4, carry and read 2K + 2V + KV/C each
 Kept for the backward are A^-1, S and Z:
     reverse_whole 2K + 2V + 5C/4 + KV/C, gradients 4K + 5V + 2KV/C
-    or prepare 3K + 2V + 5C/4, reverse 3K + 3V + KV/C, gradients 4K + 5V + 5C/8 + 2KV/C
-W, where it is needed, is formed again as fast as it is read, and would be a sixth of what is kept.
+    or prepare 3K + 2V + 5C/4, reverse 3K + 3V + KV/C, gradients 4K + 5V + 5C/4 + 2KV/C
+W, where it is needed, is formed again as fast as it is read, and would be a sixth of what is kept. The backward has it
+where the gradient of q will be, and Y or dZ where that of v will be: beside gradients it needs room for G alone.
 
 Decays enter as exp(u_t - u_s), s <= t only. The schedule sums u, for other than bfloat16 inputs in two parts, one of
 them rounded to 2^-12 so that its sums and differences are exact while |u| < 4,096, so that a difference is as accurate
@@ -1091,7 +1092,7 @@ def backward(
             *tables[:2], *plan.numbers, flags=final,
         )  # fmt: skip
     else:
-        w = torch.empty(q.shape, dtype=plan.operand, device=q.device)
+        w = into.q if q.dtype == plan.operand else torch.empty(q.shape, dtype=plan.operand, device=q.device)
         plan.prepare(
             q, k, grad_output, previous, weight, log_decay, inverse, w, y_or_dz, *tables, *plan.numbers, flags=(True,)
         )
@@ -1099,7 +1100,6 @@ def backward(
             q, k, previous, log_decay, w, grad_output, grad_final, y_or_dz, grad_states, into.memory, *tables[:2],
             *plan.numbers, flags=final,
         )  # fmt: skip
-        del w
     plan.gradients(
         q, k, v, call.gain, call.ridge, previous, before.previous_valid, call.lengths, weight, log_decay, energy,
         inverse, states, z, grad_output, y_or_dz, grad_states, *into[:5], into.before.previous_key, *tables,
