@@ -185,7 +185,7 @@ def worker(work: str, shape_name: str, folder: Path) -> None:
 
 
 # What a kernel reads and writes at least, forward and backward: tensors [B, T, H, K] and a memory [K, V] for each
-# chunk of 64 tokens, in bfloat16, and inverses [64, 64] in float32, of which blocks above the diagonal are not read.
+# chunk of 64 tokens, in bfloat16, and inverses [64, 64] in float32, of which blocks above the diagonal are not stored.
 # Gains and running log decays of channels are in float32 and count as two tensors each; falcon_2's products of keys in
 # blocks of 16 tokens are a quarter of an inverse. falcon_3's chunks have 29 tokens and 32 pairs, with a row of each in
 # what `_local` makes, and 29 x 4 rows are solved.
@@ -196,15 +196,14 @@ MOVED: dict[str, dict[str, tuple[float, float, float]]] = {
     "falcon_1a": ADDITIVE,
     "falcon_3a": ADDITIVE,
     "falcon_1": {
-        "_forward": (1, 0, 0),
-        "_invert": (1, 0, 1),
+        "_invert": (1, 0, 10 / 16),
         "_pass": (5, 1, 10 / 16),  # where sequences fill the card
         "_reverse_pass": (4, 1, 10 / 16),
         "_prepare": (9, 0, 2 * 10 / 16),  # elsewhere: W and U, and again W and P' dO
         "_carry": (4, 1, 0),
         "_read": (4, 1, 0),
         "_reverse": (6, 1, 0),
-        "_gradients": (9, 2, 0),  # elsewhere half of the inverses too
+        "_gradients": (9, 2, 0),  # elsewhere the inverses too
     },
     "falcon_2a": CHANNEL | {"_pass": (6, 1, 0), "_reverse_pass": (4, 1, 0)},
     "falcon_2": CHANNEL

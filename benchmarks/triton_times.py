@@ -53,7 +53,7 @@ SPACE = {  # bfloat16 tiles of less than 64 columns read past their shared memor
     "_solve": {"BV": (16, 32, 64)} | COMMON,
     "_unsolve": {"BV": (16, 32, 64)} | COMMON,
     "_within": {"BK": (64, 128), "BV": (64, 128)} | COMMON,
-    "_invert": {"num_warps": (1, 2), "num_stages": (1, 2, 3), "maxnreg": (None, 168, 128)},
+    "_invert": {"BK": (32, 64, 128), "num_warps": (1, 2), "num_stages": (1, 2, 3), "maxnreg": (None, 168, 128)},
     "_add_bound": {"BK": (32, 64), "num_warps": (4, 8), "num_stages": (1, 2), "maxnreg": (None, 128)},
     "_collect": {"BK": (16, 32, 64), "BV": (32, 64, 128), "num_warps": (1, 2, 4), "num_stages": (1, 2)},
 }

@@ -62,7 +62,7 @@ class Regression(NamedTuple):
 
 REGRESSION = {  # keys as in TABLE
     ("large", 2, 64): Regression(
-        Config(32, 1, 2, registers=168),
+        Config(32, 1, 3, registers=168),
         Config(64, 4, 1),
         Config(64, 4, 3),
         Config(64, 4, 1),
@@ -72,7 +72,7 @@ REGRESSION = {  # keys as in TABLE
         Config(64, 4, 3),
     ),
     ("large", 2, 128): Regression(
-        Config(32, 1, 2, registers=168),
+        Config(64, 1, 3, registers=168),
         Config(64, 4, 3),
         Config(128, 8, 3),
         Config(128, 4, 2, registers=168),

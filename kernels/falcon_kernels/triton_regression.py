@@ -13,12 +13,16 @@ dA = -tril(exp(u_{i-1} - u_s) * Y Z', -1), the gradients are dV = Diag(eta) Y, d
 
     dX = Diag(eta) F + dP' Q + dA' Diag(eta) X + Diag(exp(u_C - u)) Z G'     F = dA X - Diag(exp(u_{i-1})) A^-T dZ S',
 
-that of eta is the row sum of Y * V + F * X.
+Gradients of eta and of decays are sums over pairs of tokens of dA * (A - I) and dP * P, whose terms cancel. Their sums
+over rows and columns need no pairs: with Z = A^-1 R and dZ = A' Y, those of dA * (A - I) are -Y * (R - Z) and
+-Z * (dZ - Y), those of dP * P dO * (O - Diag(exp(u)) Q S) and Z * P' dO. Together with what depends on S and G, the
+gradient of eta is the row sum of Y * Z / eta, that of u_{t-1} where a pair is compared with the memory that of
+Y * (Z - eta V), and that of u_t where it is written that of -Y * Z.
 
 Where rows, heads and tiles of value channels fill the card (`launch.fused`), a pass over chunks does all that
 follows from A^-1, in turn R = Diag(eta) (V - Diag(exp(u_{t-1})) X S), Z = A^-1 R, S, O; and back, dZ, Y, G:
 
-    forward    invert         A^-1             one program per (chunk, head), of one warp
+    forward    invert         eta, u, A^-1     one program per (chunk, head), of one warp
                whole          Z, S, O          one program per (sequence, head, V tile), over the chunks
     backward   reverse_whole  Y, G             one program per (sequence, head, V tile), backwards over the chunks
                gradients      all others       one program per (chunk, head)
@@ -26,7 +30,7 @@ follows from A^-1, in turn R = Diag(eta) (V - Diag(exp(u_{t-1})) X S), Z = A^-1 
 With few sequences a chain of four or five dependent products a chunk would be all of the time. There, everything that
 does not depend from chunk to chunk is left out of the passes, which leaves two:
 
-    forward    invert         A^-1             as above
+    forward    invert         eta, u, A^-1     as above
                prepare        W, U             one program per (chunk, head)
                carry          Z, S             one program per (sequence, head, V tile), over the chunks
                read           O                one program per (chunk, head, V tile)
@@ -39,12 +43,13 @@ states are stored that way round too. The last kernel ends with the gradients of
 here, so that what its energy asks for is known where its gradient is.
 
 Elements moved per token and head, the forward of training; A^-1 has 4 bytes an element, of bfloat16 in two parts, and
-ten of its sixteen blocks are read:
-    invert K + 2C, whole 2K + 3V + 5C/4 + KV/C; or prepare 2K + 2V + 5C/4, carry and read 2K + 2V + KV/C each
+ten of its sixteen blocks are stored:
+    invert K + 5C/4, whole 2K + 3V + 5C/4 + KV/C; or prepare 2K + 2V + 5C/4, carry and read 2K + 2V + KV/C each
 Kept for the backward are A^-1, S and Z:
     reverse_whole 2K + 2V + 5C/4 + KV/C, gradients 4K + 5V + 2KV/C
-    or prepare 3K + 2V + 5C/4, reverse 3K + 3V + KV/C, gradients 4K + 5V + 5C/8 + 2KV/C
-W, where it is needed, is formed again as fast as it is read, and would be a sixth of what is kept.
+    or prepare 3K + 2V + 5C/4, reverse 3K + 3V + KV/C, gradients 4K + 5V + 5C/4 + 2KV/C
+W, where it is needed, is formed again as fast as it is read, and would be a sixth of what is kept. The backward has it
+where the gradient of q will be, and Y or dZ where that of v will be: beside gradients it needs room for G alone.
 
 Decays enter as exp(u_t - u_s), s <= t only. The schedule sums u, for other than bfloat16 inputs in two parts, one of
 them rounded to 2^-12 so that its sums and differences are exact while |u| < 4,096, so that a difference is as accurate
@@ -70,9 +75,21 @@ from .triton_layout import (
     span,
     store_rows,
 )
-from .triton_schedule import Call, Gradients, Kept, Options, Shape, pair_exists, step_gradients
+from .triton_schedule import (
+    Call,
+    Gradients,
+    Kept,
+    Options,
+    Shape,
+    pair_exists,
+    step_gradients,
+    steps,
+    store_running,
+)
 
 CHUNK = 64
+LEAST = tl.constexpr(1e-30)  # a smaller step size of a pair is taken as this: eta's gradient needs Z / eta
+STORED = tl.constexpr(10 * 16 * 16)  # of each part of A^-1: the blocks of 16 tokens on and below the diagonal
 
 
 @triton.jit
@@ -227,6 +244,11 @@ def _gram(a, b, total):
 
 
 @triton.jit
+def _diagonal_of(gram, i):
+    return tl.sum(tl.where(i[:, None] == i[None, :], gram, 0.0), 1)
+
+
+@triton.jit
 def _coupling(eta, gram, before_c, before_f, uc, uf):
     """A block of -A below its diagonal blocks."""
     every = eta[:, None] == eta[:, None]
@@ -247,38 +269,52 @@ def _diagonal(eta, gram, before_c, before_f, uc, uf, i, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def _store_block(base, i, row: tl.constexpr, column: tl.constexpr, block, C: tl.constexpr, OPERAND: tl.constexpr):
-    at = base + (row * 16 + i)[:, None] * C + (column * 16 + i)[None, :]
+def _store_block(base, i, number: tl.constexpr, block, OPERAND: tl.constexpr):
+    at = base + number * 256 + i[:, None] * 16 + i[None, :]
     if tl.bfloat16 == OPERAND:
         rounded = block.to(tl.bfloat16)
         tl.store(at, rounded)
-        tl.store(at + C * C, (block - rounded.to(tl.float32)).to(tl.bfloat16))
+        tl.store(at + STORED, (block - rounded.to(tl.float32)).to(tl.bfloat16))
     else:
         tl.store(at, block)
 
 
 @triton.jit
-def _inverse_of(inverse, chunk, row, column, part: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr):
-    """A^-1 of a chunk and head, of bfloat16 the part 0 that is rounded to it, or 1, the rest; the blocks above the
-    diagonal, which are zero, are not read."""
+def _inverse_of(inverse, chunk, row, column, part: tl.constexpr, OPERAND: tl.constexpr):
+    """A^-1 of a chunk and head, of bfloat16 the part 0 that is rounded to it, or 1, the rest. The blocks of 16 x 16
+    lie row by row of blocks, without those above the diagonal, which are zero."""
     parts: tl.constexpr = 2 if tl.bfloat16 == OPERAND else 1
-    at = inverse + (chunk * parts + part) * (C * C) + row * C + column
-    return tl.load(at, mask=row // 16 >= column // 16, other=0.0)
+    r, c = row // 16, column // 16
+    within = row % 16 * 16 + column % 16
+    at = inverse + (chunk * parts + part) * STORED + (r * (r + 1) // 2 + c) * 256 + within
+    return tl.load(at, mask=r >= c, other=0.0)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _invert(
-    k, previous, weight, log_decay, inverse, bounds, first, owner, length, longest, heads, places,
+    k, gain, ridge, previous, previous_valid, lengths, weight, log_decay, energy, inverse,
+    bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
-    PACKED: tl.constexpr, OPERAND: tl.constexpr,
+    PACKED: tl.constexpr, MASKED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, EPSILON: tl.constexpr,
+    FLOOR: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """A^-1 [chunks, H, C, C] of one chunk of one head, in blocks of 16 tokens."""
+    """The schedule and A^-1 of one chunk of one head, in blocks of 16 tokens. Energies are the diagonal of X X'."""
     program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * C, log_decay + program * C
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
         return
+    step = tl.arange(0, C)
+    real = count
+    if MASKED:
+        real = tl.load(lengths + sequence).to(tl.int32)
+    active = pair_exists(start + step, real, previous_valid, previous_valid, sequence, 1, SHIFT, CARRIED)
+    token = (low + start + step) * heads + head
+    beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
+    base = tl.zeros([C], tl.float32)
+    if RIDGE > 0:
+        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
     i = tl.arange(0, 16)
     p0 = start + i
     p1, p2, p3 = p0 + 16, p0 + 32, p0 + 48
@@ -291,12 +327,27 @@ def _invert(
 
     none = tl.zeros([16, 16], tl.float32)
     g00, g11, g22, g33 = none, none, none, none
+    g10, g20, g21, g30, g31, g32 = none, none, none, none, none, none
     for begin in range(0, K, BK):
         kk = begin + tl.arange(0, BK)
         a0, a1 = load_rows(x0, there0, kk, K).to(OPERAND), load_rows(x1, in1, kk, K).to(OPERAND)
         a2, a3 = load_rows(x2, in2, kk, K).to(OPERAND), load_rows(x3, in3, kk, K).to(OPERAND)
         g00, g11 = _gram(a0, a0, g00), _gram(a1, a1, g11)
         g22, g33 = _gram(a2, a2, g22), _gram(a3, a3, g33)
+        g10, g32 = _gram(a1, a0, g10), _gram(a3, a2, g32)
+        g20, g21 = _gram(a2, a0, g20), _gram(a2, a1, g21)
+        g30, g31 = _gram(a3, a0, g30), _gram(a3, a1, g31)
+
+    statistic = tl.join(
+        tl.join(_diagonal_of(g00, i), _diagonal_of(g22, i)), tl.join(_diagonal_of(g11, i), _diagonal_of(g33, i))
+    )
+    statistic = _settled(tl.reshape(tl.permute(statistic, (1, 2, 0)), [C]), step)
+    eta, decay = steps(beta, base, statistic, active, RIDGE, DIRECT, True, EPSILON, FLOOR)
+    eta = tl.where(active & (tl.abs(eta) < LEAST), LEAST, eta)
+    tl.store(weight + step, eta)
+    tl.store(energy + program * C + step, statistic)
+    store_running(log_decay + step, places, decay, 1 if tl.bfloat16 == OPERAND else 2)
+    tl.debug_barrier()
 
     e0 = tl.load(weight + i)
     e1 = tl.load(weight + i + 16)
@@ -321,14 +372,6 @@ def _invert(
         a22, r22 = _diagonal(e2, g22, bc2, bf2, c2, f2, i, OPERAND)
         a33, _ = _diagonal(e3, g33, bc3, bf3, c3, f3, i, OPERAND)
 
-    g10, g20, g21, g30, g31, g32 = none, none, none, none, none, none
-    for begin in range(0, K, BK):
-        kk = begin + tl.arange(0, BK)
-        y0, y1 = load_rows(x0, there0, kk, K).to(OPERAND), load_rows(x1, in1, kk, K).to(OPERAND)
-        y2, y3 = load_rows(x2, in2, kk, K).to(OPERAND), load_rows(x3, in3, kk, K).to(OPERAND)
-        g10, g32 = _gram(y1, y0, g10), _gram(y3, y2, g32)
-        g20, g21 = _gram(y2, y0, g20), _gram(y2, y1, g21)
-        g30, g31 = _gram(y3, y0, g30), _gram(y3, y1, g31)
     n10 = _coupling(e1, g10, bc1, bf1, c0, f0)
     n20, n21 = _coupling(e2, g20, bc2, bf2, c0, f0), _coupling(e2, g21, bc2, bf2, c1, f1)
     n30, n31 = _coupling(e3, g30, bc3, bf3, c0, f0), _coupling(e3, g31, bc3, bf3, c1, f1)
@@ -343,23 +386,17 @@ def _invert(
     sums = _right16(n30, a00, r00, OPERAND) + _right16(n31, a10, r10, OPERAND) + _right16(n32, a20, r20, OPERAND)
     a30 = _dot16(a33, sums, OPERAND)
 
-    into = inverse + program * (2 if tl.bfloat16 == OPERAND else 1) * C * C
-    _store_block(into, i, 0, 0, a00, C, OPERAND)
-    _store_block(into, i, 0, 1, none, C, OPERAND)
-    _store_block(into, i, 0, 2, none, C, OPERAND)
-    _store_block(into, i, 0, 3, none, C, OPERAND)
-    _store_block(into, i, 1, 0, a10, C, OPERAND)
-    _store_block(into, i, 1, 1, a11, C, OPERAND)
-    _store_block(into, i, 1, 2, none, C, OPERAND)
-    _store_block(into, i, 1, 3, none, C, OPERAND)
-    _store_block(into, i, 2, 0, a20, C, OPERAND)
-    _store_block(into, i, 2, 1, a21, C, OPERAND)
-    _store_block(into, i, 2, 2, a22, C, OPERAND)
-    _store_block(into, i, 2, 3, none, C, OPERAND)
-    _store_block(into, i, 3, 0, a30, C, OPERAND)
-    _store_block(into, i, 3, 1, a31, C, OPERAND)
-    _store_block(into, i, 3, 2, a32, C, OPERAND)
-    _store_block(into, i, 3, 3, a33, C, OPERAND)
+    into = inverse + program * (2 if tl.bfloat16 == OPERAND else 1) * STORED
+    _store_block(into, i, 0, a00, OPERAND)
+    _store_block(into, i, 1, a10, OPERAND)
+    _store_block(into, i, 2, a11, OPERAND)
+    _store_block(into, i, 3, a20, OPERAND)
+    _store_block(into, i, 4, a21, OPERAND)
+    _store_block(into, i, 5, a22, OPERAND)
+    _store_block(into, i, 6, a30, OPERAND)
+    _store_block(into, i, 7, a31, OPERAND)
+    _store_block(into, i, 8, a32, OPERAND)
+    _store_block(into, i, 9, a33, OPERAND)
 
 
 # What does not depend on other chunks
@@ -398,9 +435,9 @@ def _prepare(
     x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     there = exists(place, here, SHIFT, CARRIED)
 
-    solved = _inverse_of(inverse, program, i[:, None], i[None, :], 0, C, OPERAND).to(tl.float32)
+    solved = _inverse_of(inverse, program, i[:, None], i[None, :], 0, OPERAND).to(tl.float32)
     if tl.bfloat16 == OPERAND:
-        solved += _inverse_of(inverse, program, i[:, None], i[None, :], 1, C, OPERAND).to(tl.float32)
+        solved += _inverse_of(inverse, program, i[:, None], i[None, :], 1, OPERAND).to(tl.float32)
     left = solved * (eta * tl.exp2(before_c + before_f))[None, :]
     scores = tl.zeros([C, C], tl.float32)
     for begin in range(0, K, BK):
@@ -482,8 +519,8 @@ def _carry(
 def _halves_of(inverse, chunk, i, C: tl.constexpr, OPERAND: tl.constexpr):
     """A^-1 of a chunk and head as two operands whose sum it is; the second is not used but for bfloat16."""
     row, column = i[:, None], i[None, :]
-    high = _inverse_of(inverse, chunk, row, column, 0, C, OPERAND)
-    return high, _inverse_of(inverse, chunk, row, column, 1, C, OPERAND) if tl.bfloat16 == OPERAND else high
+    high = _inverse_of(inverse, chunk, row, column, 0, OPERAND)
+    return high, _inverse_of(inverse, chunk, row, column, 1, OPERAND) if tl.bfloat16 == OPERAND else high
 
 
 @triton.jit
@@ -516,8 +553,6 @@ def _pass(
     for start in range(0, count, C):
         chunk = (number + start // C) * heads + head
         decays = log_decay + chunk * C
-        if KEEP:
-            store_rows(states + chunk * (V * K) + columns * K, s, columns < V, kk, K)
         place = start + i
         here = place < count
         x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
@@ -533,6 +568,8 @@ def _pass(
         end_c, end_f = _at_end(decays, places, C, OPERAND)
 
         found = s.to(OPERAND)
+        if KEEP:
+            store_rows(states + chunk * (V * K) + columns * K, found, columns < V, kk, K)
         known = tl.dot(found, tl.trans(x), input_precision=PRECISION)
         known *= _settled(eta * tl.exp2(before_c + before_f), i)[None, :]
         residual = (_settled(eta, i)[None, :] * values.to(tl.float32) - known).to(OPERAND)
@@ -702,12 +739,14 @@ def _product(a, b):
 
 
 @triton.jit
-def _solved(transposed, y_or_dz, SOLVED: tl.constexpr, PRECISION: tl.constexpr):
-    """Y in float32."""
+def _solved(rounded, rest, y_or_dz, SOLVED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Y in float32; `rounded` and `rest` are those of A^-1."""
     if SOLVED:
         return y_or_dz.to(tl.float32)
+    elif tl.bfloat16 == OPERAND:
+        return tl.dot(tl.trans(rounded), y_or_dz, tl.dot(tl.trans(rest), y_or_dz))
     else:
-        return tl.dot(transposed, y_or_dz, input_precision=PRECISION)
+        return tl.dot(tl.trans(rounded), y_or_dz, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -724,7 +763,7 @@ def _gradients(
     From Y where SOLVED, else from dZ.
 
     Products [C, C] that are left operands both ways round are formed twice, not transposed. Where all channels are one
-    tile, operands of products are loaded once, before all products.
+    tile, operands of products are loaded once, before all products, and the gradient of v may lie where Y or dZ does.
     """
     program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * C, log_decay + program * C
@@ -754,7 +793,11 @@ def _gradients(
     q_at = _rows(q, low + start, head, heads, i, K)
     x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     kk, columns = tl.arange(0, BK), tl.arange(0, BV)
-    y = load_rows(y_at, here, columns, V)
+    eta = tl.load(weight + i)
+    uc, uf = _running(log_decay, places, i, 0, OPERAND)
+    rc, rf = _running(log_decay, places, i, LAG, OPERAND)
+    before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
+    end_c, end_f = _at_end(log_decay, places, C, OPERAND)
     given = load_rows(given_at, here, columns, V).to(OPERAND)
     residual = load_rows(z_at, here, columns, V)
     values = load_rows(v_at, here, columns, V)
@@ -762,27 +805,29 @@ def _gradients(
     x = load_rows(x_at, there, kk, K).to(OPERAND)
     queries = load_rows(q_at, here, kk, K).to(OPERAND)
     g = _load_state(grad_states, columns, kk, V, K)
-    eta = tl.load(weight + i)
-    uc, uf = _running(log_decay, places, i, 0, OPERAND)
-    rc, rf = _running(log_decay, places, i, LAG, OPERAND)
-    before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
-    end_c, end_f = _at_end(log_decay, places, C, OPERAND)
-    transposed = y if SOLVED else _inverse_of(inverse, program, i[None, :], i[:, None], 0, C, OPERAND)
+    y = load_rows(y_at, here, columns, V)  # last: it goes through shared memory before a product, and others would wait
+    if SOLVED:
+        rounded, rest = y, y
+    else:
+        rounded, rest = _halves_of(inverse, program, i, C, OPERAND)
     kept = _product(s, g) * tl.exp2(end_c + end_f)
-    minus = -tl.exp2((before_c - rc) + (before_f - rf))
+    minus = _settled(-tl.exp2((before_c - rc) + (before_f - rf)), i)
 
     # dP, and dA without exp(u_{i-1} - r_i), which Y has already
-    y = _solved(transposed, y, SOLVED, PRECISION)
+    y = _solved(rounded, rest, y, SOLVED, OPERAND, PRECISION)
     found = (minus[:, None] * y).to(OPERAND)
     gained = tl.zeros([C], tl.float32)
+    written = tl.zeros([C], tl.float32)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
         if V > BV:
+            residual = load_rows(z_at, here, columns, V)
             values = load_rows(v_at, here, columns, V)
-            y = _solved(transposed, load_rows(y_at, here, columns, V), SOLVED, PRECISION)
+            y = _solved(rounded, rest, load_rows(y_at, here, columns, V), SOLVED, OPERAND, PRECISION)
         gained += tl.sum(y * values.to(tl.float32), 1)
+        written += tl.sum(y * residual.to(tl.float32), 1)
         store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
-    gained = _settled(gained, i)
+    gained, written = _settled(gained, i), _settled(written, i)
     scores = tl.zeros([C, C], tl.float32)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
@@ -799,7 +844,7 @@ def _gradients(
         columns = begin + tl.arange(0, BV)
         if V > BV:
             residual = load_rows(z_at, here, columns, V)
-            y = _solved(transposed, load_rows(y_at, here, columns, V), SOLVED, PRECISION)
+            y = _solved(rounded, rest, load_rows(y_at, here, columns, V), SOLVED, OPERAND, PRECISION)
             found = (minus[:, None] * y).to(OPERAND)
         system = tl.dot(found, tl.trans(residual), system, input_precision=PRECISION)
     system_left = (system * decay).to(OPERAND)
@@ -839,14 +884,12 @@ def _gradients(
         columns = begin + tl.arange(0, BV)
         if V > BV:
             residual = load_rows(z_at, here, columns, V)
-            y = _solved(transposed, load_rows(y_at, here, columns, V), SOLVED, PRECISION)
+            y = _solved(rounded, rest, load_rows(y_at, here, columns, V), SOLVED, OPERAND, PRECISION)
             found = (minus[:, None] * y).to(OPERAND)
         system = tl.dot(residual, tl.trans(found), system, input_precision=PRECISION)
     system_turned = (system * decay * tl.load(weight + i)[None, :]).to(OPERAND)
 
     into = _x_rows(grad_k, grad_previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
-    decayed = tl.zeros([C], tl.float32)
-    written = tl.zeros([C], tl.float32)
     if V > BV or K > BK:
         kept = 0.0
     dx = tl.zeros([C, BK], tl.float32)
@@ -862,13 +905,12 @@ def _gradients(
         for begin in range(0, V, BV):
             columns = begin + tl.arange(0, BV)
             if V > BV:
-                y = _solved(transposed, load_rows(y_at, here, columns, V), SOLVED, PRECISION)
+                y = _solved(rounded, rest, load_rows(y_at, here, columns, V), SOLVED, OPERAND, PRECISION)
                 found = (minus[:, None] * y).to(OPERAND)
             if V > BV or K > BK:
                 s = _load_state(states, columns, kk, V, K)
             dx = tl.dot(found, s, dx, input_precision=PRECISION)
         dx = tl.dot(system_left, x, dx * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
-        decayed += tl.sum(x_again.to(tl.float32) * dx, 1)
 
         left = tl.zeros([C, BK], tl.float32)
         for begin in range(0, V, BV):
@@ -884,7 +926,6 @@ def _gradients(
         kept += _product(x_again, left)
         left = tl.dot(scores_turned, queries, left, input_precision=PRECISION)
         left = tl.dot(system_turned, x, left, input_precision=PRECISION)
-        written += tl.sum(x_again.to(tl.float32) * left, 1)
         dx = left + eta[:, None] * dx
         if K > BK:  # until what the energy asks for is known
             store_rows(into, dx, there, kk, K)
@@ -893,13 +934,14 @@ def _gradients(
             tl.store(last + kk, tl.zeros([BK], grad_k.dtype.element_ty), mask=(kk < K) & (start + C >= count))
 
     # Cotangents: of u_C `kept`, of u_t -`written`, of u_{t-1} `owed`, `read` of the one that is read. A step's decay is
-    # in u_t from its own token on, in u_{t-1} from the next. All but `kept` are summed over tokens as they are: there,
-    # what a pair of tokens has in two of them cancels, roundings too.
-    owed = eta * decayed
-    grad_decay = tl.cumsum(read + owed - written, 0, reverse=True) - owed - read * LAG + kept
+    # in u_t from its own token on, in u_{t-1} from the next.
+    gained *= eta
+    owed = written - gained
+    grad_eta = written / tl.where(active, eta, 1.0)
+    grad_decay = tl.cumsum(read - gained, 0, reverse=True) - owed - read * LAG + kept
 
     of_gain, of_ridge, of_energy = step_gradients(
-        beta, coefficient, statistic, gained + decayed, grad_decay, active, RIDGE, DIRECT, True, DETACH, EPSILON, FLOOR
+        beta, coefficient, statistic, grad_eta, grad_decay, active, RIDGE, DIRECT, True, DETACH, EPSILON, FLOOR
     )
     tl.store(grad_gain + row, of_gain, mask=here)
     if RIDGE > 0:
@@ -934,7 +976,7 @@ def kept(layout: Layout, shape: tuple[int, ...], value_dim: int, window: int, dt
 
 def inverses(layout: Layout, heads: int, dtype: torch.dtype) -> tuple[int, ...]:
     """Shape of A^-1 for inputs of `dtype`: in bfloat16 what is rounded to it, and the rest."""
-    return layout.chunks, heads, 2 if dtype == torch.bfloat16 else 1, CHUNK, CHUNK
+    return layout.chunks, heads, 2 if dtype == torch.bfloat16 else 1, STORED.value
 
 
 class Plan:
@@ -949,9 +991,7 @@ class Plan:
         self.operand = operand_dtype(dtype)
         self.states = (layout.chunks, heads, value_dim, key_dim)
         self.inverse = inverses(layout, heads, dtype)
-        self.schedule = triton_schedule.Plan(
-            layout, heads, key_dim, options, masked, carried, triton_schedule.parts(dtype), aligned
-        )
+        self.schedule = triton_schedule.shapes(layout, heads, 1, triton_schedule.parts(dtype))
         self.numbers = (layout.length, layout.longest, heads, layout.chunks * heads * CHUNK)
         size = self.operand.itemsize
         key_tile, value_width = (launch.padded(d, size) for d in (key_dim, value_dim))
@@ -989,9 +1029,10 @@ class Plan:
             config = fitted(config)
             return launch.narrower(device, config, rows, value_dim, key_tile) if size == 2 else config
 
-        self.invert = across(_invert, sizes.invert, {})
+        self.invert = across(_invert, sizes.invert, schedule)
         self.fused = launch.fused(device, sizes.whole, rows, value_dim, layout.packed)
         self.gradients = across(_gradients, sizes.gradients, schedule | {"SOLVED": self.fused})
+        self.in_place = dtype == self.operand and self.gradients.constants["BV"] >= value_dim  # then Y is read once
         if self.fused:
             self.whole = along(_pass, fitted(sizes.whole), "KEEP", "FINAL")
             self.reverse_whole = along(_reverse_pass, fitted(sizes.reverse_whole), "FINAL")
@@ -1009,9 +1050,12 @@ class Plan:
 def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: bool) -> Kept:
     """Fills `output` [B, T, H, V] and, where given, `final` [S, H, K, V]."""
     q, k, v, tables, previous = call.q, call.k, call.v, call.tables, call.before.previous_key
-    weight, log_decay, energy = triton_schedule.forward(plan.schedule, call)
+    weight, log_decay, energy = (torch.empty(n, dtype=torch.float32, device=q.device) for n in plan.schedule)
     inverse = torch.empty(plan.inverse, dtype=plan.operand, device=q.device)
-    plan.invert(k, previous, weight, log_decay, inverse, *tables, *plan.numbers)
+    plan.invert(
+        k, call.gain, call.ridge, previous, call.before.previous_valid, call.lengths, weight, log_decay, energy,
+        inverse, *tables, *plan.numbers,
+    )  # fmt: skip
     states, z = None, None
     if keep or not plan.fused:
         states = torch.empty(plan.states, dtype=plan.operand, device=q.device)
@@ -1040,14 +1084,15 @@ def backward(
     assert states is not None
     assert z is not None
     previous, final = before.previous_key, (grad_final is not None,)
-    y_or_dz, grad_states = torch.empty_like(z), torch.empty_like(states)
+    y_or_dz = into.v if plan.in_place else torch.empty_like(z)
+    grad_states = torch.empty_like(states)
     if plan.fused:
         plan.reverse_whole(
             q, k, previous, weight, log_decay, inverse, grad_output, grad_final, y_or_dz, grad_states, into.memory,
             *tables[:2], *plan.numbers, flags=final,
         )  # fmt: skip
     else:
-        w = torch.empty(q.shape, dtype=plan.operand, device=q.device)
+        w = into.q if q.dtype == plan.operand else torch.empty(q.shape, dtype=plan.operand, device=q.device)
         plan.prepare(
             q, k, grad_output, previous, weight, log_decay, inverse, w, y_or_dz, *tables, *plan.numbers, flags=(True,)
         )
@@ -1055,7 +1100,6 @@ def backward(
             q, k, previous, log_decay, w, grad_output, grad_final, y_or_dz, grad_states, into.memory, *tables[:2],
             *plan.numbers, flags=final,
         )  # fmt: skip
-        del w
     plan.gradients(
         q, k, v, call.gain, call.ridge, previous, before.previous_valid, call.lengths, weight, log_decay, energy,
         inverse, states, z, grad_output, y_or_dz, grad_states, *into[:5], into.before.previous_key, *tables,

@@ -7,7 +7,8 @@ windows, [2, ...], behind them sums over each window of w exp(u - u of the write
 chunk's start, and from its last token on are those of its end: one sum, [1, ...], or with PARTS of 2, [2, ...],
 the sum of the decays rounded down to multiples of 2^-12, which is exact while it is below 4,096, and that of the rest.
 
-The backward is the end of each core's: `token_gradients`, of what it has in registers.
+The backward is the end of each core's: `token_gradients`, of what it has in registers. falcon_1, whose inverse needs
+the squared norms anyway, has no launch of its own for it: `_invert` fills the same tensors with `steps`.
 
 Floor a token and head: K keys read, 8 bytes in and 12 out.
 """
@@ -109,6 +110,28 @@ def _decayed(numbers, row, by, u):
 
 
 @triton.jit
+def steps(
+    beta, base, statistic, active, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr,
+    EPSILON: tl.constexpr, FLOOR: tl.constexpr,
+):  # fmt: skip
+    """Step sizes and log decays, to base 2, of gains, ridges and energies; 0 where not `active`."""
+    eta, used, _, _ = _step_size(beta, base, statistic, active, RIDGE, DIRECT, CAPPED, EPSILON)
+    return eta, _log1p_negative(tl.minimum(eta * used, 1.0 - FLOOR)) * LOG2_E
+
+
+@triton.jit
+def store_running(at, behind, decay, PARTS: tl.constexpr):
+    """Stores the running sum of a chunk's log decays, of PARTS of 2 the second `behind` the first, which it returns."""
+    if PARTS == 2:
+        coarse = tl.floor(decay * 4096.0) * (1.0 / 4096.0)
+        tl.store(at + behind, tl.cumsum(decay - coarse, 0))
+        decay = coarse
+    decay = tl.cumsum(decay, 0)
+    tl.store(at, decay)
+    return decay
+
+
+@triton.jit
 def _norms(rows, there, ROWS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
     """[R] squared norms."""
     total = tl.zeros([ROWS], tl.float32)
@@ -156,18 +179,12 @@ def _forward(
     base = tl.zeros([TILE], tl.float32)
     if RIDGE > 0:
         base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
-    eta, used, _, _ = _step_size(beta, base, statistic, active, RIDGE, DIRECT, CAPPED, EPSILON)
-    decay = LOG2_E * _log1p_negative(tl.minimum(eta * used, 1.0 - FLOOR))
+    eta, decay = steps(beta, base, statistic, active, RIDGE, DIRECT, CAPPED, EPSILON, FLOOR)
     eta = eta / size
     number = program * TILE + step
     behind = tl.num_programs(0).to(tl.int64) * TILE
-    if PARTS == 2:
-        coarse = tl.floor(decay * 4096.0) * (1.0 / 4096.0)
-        tl.store(log_decay + behind + number, tl.cumsum(decay - coarse, 0))
-        decay = coarse
-    decay = tl.cumsum(decay, 0)
+    decay = store_running(log_decay + number, behind, decay, PARTS)
     tl.store(weight + number, eta)
-    tl.store(log_decay + number, decay)
     tl.store(energy + number, statistic)
     if SMOOTHNESS == 1 and top is not None:
         for a in tl.static_range(W):
