@@ -42,4 +42,5 @@ def _fuses(x: Tensor, y: Tensor, linear: nn.Module) -> bool:
         dtypes.add(torch.float32)
     if not any(as_made(linear, dtype, x.device) for dtype in dtypes) or triton_device.refusal_of(x) is not None:
         return False
-    return linear.weight.requires_grad or not torch.is_grad_enabled()  # the gradient of a frozen one costs a product
+    learns = any(weight.requires_grad for weight in linear.parameters())
+    return learns or not torch.is_grad_enabled()  # the gradient of a frozen weight costs a product
