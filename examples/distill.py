@@ -11,7 +11,8 @@ The teacher is a folder or a Hub name that `falcon-hf convert` takes: Llama, Mis
 .txt or .txt.xz, in which a line that holds nothing but U+001E, the record separator, ends a document. The output is a
 folder that AutoModelForCausalLM and `falcon-hf generate` load, with metrics.json: the perplexity of held-out text under
 teacher and student, after each stage and along the way, and with --scratch that of the same model trained from random
-weights on the same tokens. What is interrupted, by --minutes too, goes on with --resume.
+weights on the same tokens. Where matplotlib is installed, curve.svg and curve.png show it. What is interrupted, by
+--minutes too, goes on with --resume.
 
 Needs what `pip install "falcon-hf[train]"` brings, and uses one device.
 """
@@ -326,11 +327,41 @@ def write(output: Path, student, tokenizer, curve: dict[str, dict[str, float]], 
         "seconds": time.monotonic() - STARTED,
     }
     (output / "metrics.json").write_text(json.dumps(results, indent=2) + "\n")
+    draw(curve, plan["stages"], output / "curve")
     table = Table("", "perplexity", title=f"{tokens:,} held-out tokens")
     for name, loss in last.items():
         label = f"after {name}" if name in STAGES else "from random weights" if name == "scratch" else name
         table.add_row(label, f"{math.exp(loss):.2f}" if loss < 50 else f"e^{loss:.1f}")
     Console().print(table)
+
+
+def draw(curve: dict[str, dict[str, float]], stages: dict[str, list[float]], path: Path) -> None:
+    """The perplexity of held-out text over the steps of all stages, as SVG and PNG, where matplotlib is installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    steps, losses, begun = [0], [curve["converted"]["0"]], 0
+    for name, (count, _) in stages.items():
+        points = curve.get(name, {})
+        steps += [begun + int(step) for step in points]
+        losses += points.values()
+        begun += count
+        if points:
+            axes.axvline(begun, color="0.8", linewidth=0.8)
+            axes.text(begun, 1, f"{name} ", ha="right", va="top", color="0.4", transform=axes.get_xaxis_transform())
+    axes.plot(steps, [math.exp(loss) for loss in losses], label="student")
+    if scratch := curve.get("scratch"):
+        perplexities = [math.exp(loss) for loss in scratch.values()]
+        axes.plot([int(step) for step in scratch], perplexities, label="from random weights")
+    axes.axhline(math.exp(curve["teacher"]["0"]), color="0.3", linestyle=":", label="teacher")
+    axes.set(xlabel="steps", ylabel="perplexity of held-out text", yscale="log", xlim=(0, begun))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    for suffix in (".svg", ".png"):
+        figure.savefig(path.with_suffix(suffix), dpi=130)
 
 
 if __name__ == "__main__":

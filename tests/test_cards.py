@@ -1,6 +1,7 @@
 """The figures in README and cards are those of the result files."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,14 @@ def test_recipes_readme_has_the_speed_of_training():
             if any(kernel["kernel"] == name if name[0] == "_" else name in kernel["kernel"] for name in names)
         )
         assert sentence.format(f"{spent:.0f}") in readme
+
+
+def test_recipes_readme_has_the_perplexities_of_distillation():
+    readme, measured = (ROOT / "examples" / "README.md").read_text(), results("distillation")
+    for name, run in measured["runs"].items():
+        last = {stage: math.exp(list(points.values())[-1]) for stage, points in run["curve"].items()}
+        early = " | ".join(f"{last[stage]:,.0f}" for stage in ("converted", "align"))
+        late = " | ".join(f"{last[stage]:.1f}" for stage in ("match", "tune"))
+        assert f"| {name} | {early} | {late} |" in readme
+        assert f"The teacher's is {last['teacher']:.1f}." in readme
+    assert measured["tokens a step"] == 64 * 512

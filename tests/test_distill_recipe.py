@@ -92,6 +92,9 @@ def test_each_stage_brings_the_student_nearer(teacher, tmp_path):
     assert loss == pytest.approx(results["evaluation"]["held-out"]["loss"], rel=1e-4)
     assert f"{math.exp(loss):.2f}" in output
     assert results["evaluation"]["held-out"]["tokens"] == 6 * 23
+    picture = (run / "curve.svg").read_text("utf-8")
+    assert (run / "curve.png").stat().st_size > 5000
+    assert picture.count('id="line2d_') > 4
 
 
 def test_alignment_is_to_the_attention_of_the_same_layer_and_input(teacher):
