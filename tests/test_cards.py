@@ -134,6 +134,17 @@ def test_recipes_readme_has_the_speed_of_training():
     assert len(rows) == 12
     for row in rows:
         assert f" | {row['loss']} | {row['tokens/s']:,} | {row['peak GiB']:.1f} |" in readme
+    speeds = {
+        (row["model"], row["shape"]): f"{round(row['tokens/s'], -3):,}"
+        for row in files[0]["rows"]
+        if not row["failure"]
+    }
+    main = " ".join((ROOT / "README.md").read_text().split())
+    for model, sentence in (
+        ("falcon_3a", "trains on {} tokens a second in rows of 1,024 and on {}"),
+        ("llama", "on {} and {}"),
+    ):
+        assert sentence.format(*(speeds[model, shape] for shape in ("32x1024", "4x8192"))) in main
     profile = files[0]["profiles"]["falcon_3a 32x1024 fused"]
     longest = sum(kernel["ms"] for kernel in profile["kernels"])
     assert f"Of the {profile['ms']:.0f} ms that the GPU works" in readme
