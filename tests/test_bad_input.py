@@ -146,6 +146,8 @@ def test_step_shapes():
         falcon_step(token[0][:, None], *token[1:], state, rule=rule)
     with pytest.raises(ValueError, match=r"mask has shape \[3\]; it must be \[2\]"):
         falcon_step(*token, state, rule=rule, mask=torch.ones(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"mask has dtype torch.int64; it must be torch.bool"):
+        falcon_step(*token, state, rule=rule, mask=torch.ones(2, dtype=torch.int64))
 
 
 def test_nan_passes_through_and_does_not_raise():

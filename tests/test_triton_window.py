@@ -139,8 +139,7 @@ def test_masks_with_holes(name, carried):
     masks[1, 1::3] = False
     masks[2, :] = False
     inputs, state = case(rule, length, B=3)
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr("falcon_kernels.api._check_values", lambda *_: None)
+    with torch.no_grad():
         for t in inputs.values():
             t[~masks] = torch.nan
         with torch.enable_grad():

@@ -112,14 +112,12 @@ def falcon_attention(
     if mask is not None and cu_seqlens is not None:
         raise ValueError("mask and cu_seqlens are both given; packed documents take cu_seqlens alone.")
     if mask is not None:
-        _check("mask", mask, q.shape[:2], "[B, T]")
-        if mask.dtype != torch.bool:
-            raise ValueError(f"mask has dtype {mask.dtype}; it must be torch.bool.")
+        _check_mask(mask, q.shape[:2], "[B, T]")
     rows = q.shape[0]
     if cu_seqlens is not None:
         _check_documents(cu_seqlens, q)
         rows = cu_seqlens.shape[0] - 1
-    _check_values(gain, ridge, rule)
+    _check_values(gain, ridge, rule, mask)
     if initial_state is not None:
         check_state(initial_state, rule, rows, *k.shape[2:], v.shape[-1])
     if impl is None:
@@ -165,10 +163,10 @@ def falcon_step(
         ValueError: for shapes, options or values that do not fit together. Values are read on the CPU only.
     """
     _check_shapes(q, k, v, gain, ridge, rule, ("B",))
-    _check_values(gain, ridge, rule)
     check_state(state, rule, q.shape[0], *k.shape[1:], v.shape[-1])
     if mask is not None:
-        _check("mask", mask, q.shape[:1], "[B]")
+        _check_mask(mask, q.shape[:1], "[B]")
+    _check_values(gain, ridge, rule, mask)
     if impl is None:
         impl = _best_step(q)
     if impl not in ("reference", "triton"):
@@ -239,8 +237,18 @@ def _check_documents(cu_seqlens: Tensor, q: Tensor) -> None:
             raise ValueError(f"cu_seqlens is {bounds}; it must rise from 0 to T = {q.shape[1]}.")
 
 
-def _check_values(gain: Tensor, ridge: Tensor | None, rule: Rule) -> None:
-    if not _values_readable(gain) or gain.numel() == 0:
+def _check_mask(mask: Tensor, shape: torch.Size, meaning: str) -> None:
+    _check("mask", mask, shape, meaning)
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask has dtype {mask.dtype}; it must be torch.bool.")
+
+
+def _check_values(gain: Tensor, ridge: Tensor | None, rule: Rule, mask: Tensor | None) -> None:
+    if not _values_readable(gain):
+        return
+    if mask is not None:
+        gain, ridge = gain[mask], None if ridge is None else ridge[mask]
+    if gain.numel() == 0:
         return
     low, high = (bound.item() for bound in gain.detach().aminmax())
     if rule.step_size == "gain" and not (low >= 0 and high <= 2):
