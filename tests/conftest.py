@@ -2,6 +2,7 @@
 
 import io
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import interpreter
@@ -18,6 +19,15 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.skip(reason="takes minutes; pytest -m long runs it"))
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that a kernel has to fill holds NaN before it does."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty and its like return
+    assert torch.empty(1, device="cuda" if torch.cuda.is_available() else "cpu").isnan()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")

@@ -14,18 +14,10 @@ interpreter.require()
 from falcon_kernels import triton_convolution  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("poisoned")
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 IMPLEMENTATIONS = ("torch", "triton")
 NORMS = ("none", "rms", "l2")
-
-
-@pytest.fixture(autouse=True)
-def _poisoned():
-    """Memory that a kernel has to fill holds NaN before it does."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(1, device=DEVICE).isnan()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

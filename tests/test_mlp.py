@@ -15,17 +15,9 @@ interpreter.require()
 from falcon_kernels import triton_mlp  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("poisoned")
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 7e-4}
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@pytest.fixture(autouse=True)
-def _poisoned():
-    """Memory that a kernel has to fill holds NaN before it does."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(1, device=DEVICE).isnan()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def inputs(*lead, D=24, out=16, dtype=torch.float32):

@@ -14,17 +14,9 @@ interpreter.require()
 from falcon_kernels import triton_norm  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("poisoned")
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 IMPLEMENTATIONS = ("torch", "triton")
-
-
-@pytest.fixture(autouse=True)
-def _poisoned():
-    """Memory that a kernel has to fill holds NaN before it does."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(1, device=DEVICE).isnan()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def inputs(*lead, V=16, gated=True, dtype=torch.float32):
