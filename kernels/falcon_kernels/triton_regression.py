@@ -833,7 +833,6 @@ def _gradients(
         scores = tl.dot(given, tl.trans(residual), scores, input_precision=PRECISION)
     decay = _pairwise(_settled(rc, i)[:, None], rf[:, None], uc[None, :], uf[None, :], i[:, None] >= i[None, :] + LAG)
     scores_left = (scores * decay).to(OPERAND)
-
     if LAG == 0:
         decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
     system = tl.zeros([C, C], tl.float32)
@@ -881,7 +880,6 @@ def _gradients(
         scores = tl.dot(residual, tl.trans(given), scores, input_precision=PRECISION)
     decay = _pairwise(rc[None, :], rf[None, :], _settled(uc, i)[:, None], uf[:, None], i[None, :] >= i[:, None] + LAG)
     scores_turned = (scores * decay).to(OPERAND)
-
     if LAG == 0:
         decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
     system = tl.zeros([C, C], tl.float32)
@@ -1086,7 +1084,7 @@ def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: 
 def backward(
     plan: Plan, call: Call, kept: Kept, grad_output: Tensor, grad_final: Tensor | None, into: Gradients
 ) -> None:
-    q, k, v, before, tables = call.q, call.k, call.v, call.before, call.tables
+    q, k, before, tables = call.q, call.k, call.before, call.tables
     weight, log_decay, energy, inverse, states, z = kept
     assert states is not None
     assert z is not None
