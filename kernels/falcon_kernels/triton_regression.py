@@ -15,9 +15,9 @@ dA = -tril(exp(u_{i-1} - u_s) * Y Z', -1), the gradients are dV = Diag(eta) Y, d
 
 The gradient of eta is the row sum of Y * Z / eta. That of a step's decay is a sum over the pairs of tokens that it lies
 between, of dA * (A - I) and dP * P: their row sums from its token on, where pairs are compared and read, less their
-column sums, where they are written, with what depends on S and G in both. A pair that lies on one side of it has to
-cancel, so both are of the same numbers: of Diag(eta) dA * X X' before it is rounded to an operand, since where keys are
-alike its own terms cancel too, and of dP as the operand that it is either way round. Sums without pairs, as
+column sums, where they are written, with what depends on S and G in both. Pairs on one side of it have to cancel, so
+both are of the same numbers: of Diag(eta) dA * X X' before it is rounded to an operand, since where keys are alike the
+pairs between cancel too, and of dP as the operand that it is, the same either way round. Sums without pairs, as
 Y * (Z - eta V) for a row of dA and Z * dZ for columns of both, would keep the rounding of every pair behind a decay.
 
 Where rows, heads and tiles of value channels fill the card (`launch.fused`), a pass over chunks does all that
