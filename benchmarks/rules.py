@@ -203,7 +203,7 @@ MOVED: dict[str, dict[str, tuple[float, float, float]]] = {
         "_carry": (4, 1, 0),
         "_read": (4, 1, 0),
         "_reverse": (6, 1, 0),
-        "_gradients": (9, 2, 0),  # elsewhere the inverses too
+        "_gradients": (8, 2, 0),  # elsewhere the inverses too
     },
     "falcon_2a": CHANNEL | {"_pass": (6, 1, 0), "_reverse_pass": (4, 1, 0)},
     "falcon_2": CHANNEL

@@ -13,11 +13,12 @@ dA = -tril(exp(u_{i-1} - u_s) * Y Z', -1), the gradients are dV = Diag(eta) Y, d
 
     dX = Diag(eta) F + dP' Q + dA' Diag(eta) X + Diag(exp(u_C - u)) Z G'     F = dA X - Diag(exp(u_{i-1})) A^-T dZ S',
 
-Gradients of eta and of decays are sums over pairs of tokens of dA * (A - I) and dP * P, whose terms cancel. Their sums
-over rows and columns need no pairs: with Z = A^-1 R and dZ = A' Y, those of dA * (A - I) are -Y * (R - Z) and
--Z * (dZ - Y), those of dP * P dO * (O - Diag(exp(u)) Q S) and Z * P' dO. Together with what depends on S and G, the
-gradient of eta is the row sum of Y * Z / eta, that of u_{t-1} where a pair is compared with the memory that of
-Y * (Z - eta V), and that of u_t where it is written that of -Y * Z.
+The gradient of eta is the row sum of Y * Z / eta. That of a step's decay is a sum over the pairs of tokens that it lies
+between, of dA * (A - I) and dP * P: their row sums from its token on, where pairs are compared and read, less their
+column sums, where they are written, with what depends on S and G in both. Pairs on one side of it have to cancel, so
+both are of the same numbers: of Diag(eta) dA * X X' before it is rounded to an operand, since where keys are alike the
+pairs between cancel too, and of dP as the operand that it is, the same either way round. Sums without pairs, as
+Y * (Z - eta V) for a row of dA and Z * dZ for columns of both, would keep the rounding of every pair behind a decay.
 
 Where rows, heads and tiles of value channels fill the card (`launch.fused`), a pass over chunks does all that
 follows from A^-1, in turn R = Diag(eta) (V - Diag(exp(u_{t-1})) X S), Z = A^-1 R, S, O; and back, dZ, Y, G:
@@ -46,8 +47,8 @@ Elements moved per token and head, the forward of training; A^-1 has 4 bytes an 
 ten of its sixteen blocks are stored:
     invert K + 5C/4, whole 2K + 3V + 5C/4 + KV/C; or prepare 2K + 2V + 5C/4, carry and read 2K + 2V + KV/C each
 Kept for the backward are A^-1, S and Z:
-    reverse_whole 2K + 2V + 5C/4 + KV/C, gradients 4K + 5V + 2KV/C
-    or prepare 3K + 2V + 5C/4, reverse 3K + 3V + KV/C, gradients 4K + 5V + 5C/4 + 2KV/C
+    reverse_whole 2K + 2V + 5C/4 + KV/C, gradients 4K + 4V + 2KV/C
+    or prepare 3K + 2V + 5C/4, reverse 3K + 3V + KV/C, gradients 4K + 4V + 5C/4 + 2KV/C
 W, where it is needed, is formed again as fast as it is read, and would be a sixth of what is kept. The backward has it
 where the gradient of q will be, and Y or dZ where that of v will be: beside gradients it needs room for G alone.
 
@@ -751,7 +752,7 @@ def _solved(rounded, rest, y_or_dz, SOLVED: tl.constexpr, OPERAND: tl.constexpr,
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _gradients(
-    q, k, v, gain, ridge, previous, previous_valid, lengths, weight, log_decay, energy, inverse, states, z,
+    q, k, gain, ridge, previous, previous_valid, lengths, weight, log_decay, energy, inverse, states, z,
     grad_output, y_or_dz, grad_states, grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_previous,
     bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr,
@@ -789,7 +790,6 @@ def _gradients(
     given_at = _rows(grad_output, low + start, head, heads, i, V)
     y_at = _rows(y_or_dz, low + start, head, heads, i, V)
     z_at = _rows(z, low + start, head, heads, i, V)
-    v_at = _rows(v, low + start, head, heads, i, V)
     q_at = _rows(q, low + start, head, heads, i, K)
     x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     kk, columns = tl.arange(0, BK), tl.arange(0, BV)
@@ -800,7 +800,6 @@ def _gradients(
     end_c, end_f = _at_end(log_decay, places, C, OPERAND)
     given = load_rows(given_at, here, columns, V).to(OPERAND)
     residual = load_rows(z_at, here, columns, V)
-    values = load_rows(v_at, here, columns, V)
     s = _load_state(states, columns, kk, V, K)
     x = load_rows(x_at, there, kk, K).to(OPERAND)
     queries = load_rows(q_at, here, kk, K).to(OPERAND)
@@ -811,23 +810,20 @@ def _gradients(
     else:
         rounded, rest = _halves_of(inverse, program, i, C, OPERAND)
     kept = _product(s, g) * tl.exp2(end_c + end_f)
-    minus = _settled(-tl.exp2((before_c - rc) + (before_f - rf)), i)
+    minus = _settled(-eta * tl.exp2((before_c - rc) + (before_f - rf)), i)
 
-    # dP, and dA without exp(u_{i-1} - r_i), which Y has already
+    # dP, and Diag(eta) dA without exp(u_{i-1} - r_i), which Y has already
     y = _solved(rounded, rest, y, SOLVED, OPERAND, PRECISION)
     found = (minus[:, None] * y).to(OPERAND)
     gained = tl.zeros([C], tl.float32)
-    written = tl.zeros([C], tl.float32)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
         if V > BV:
             residual = load_rows(z_at, here, columns, V)
-            values = load_rows(v_at, here, columns, V)
             y = _solved(rounded, rest, load_rows(y_at, here, columns, V), SOLVED, OPERAND, PRECISION)
-        gained += tl.sum(y * values.to(tl.float32), 1)
-        written += tl.sum(y * residual.to(tl.float32), 1)
+        gained += tl.sum(y * residual.to(tl.float32), 1)
         store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
-    gained, written = _settled(gained, i), _settled(written, i)
+    gained = _settled(gained, i)
     scores = tl.zeros([C, C], tl.float32)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
@@ -835,7 +831,7 @@ def _gradients(
             given = load_rows(given_at, here, columns, V).to(OPERAND)
             residual = load_rows(z_at, here, columns, V)
         scores = tl.dot(given, tl.trans(residual), scores, input_precision=PRECISION)
-    decay = _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], i[:, None] >= i[None, :] + LAG)
+    decay = _pairwise(_settled(rc, i)[:, None], rf[:, None], uc[None, :], uf[None, :], i[:, None] >= i[None, :] + LAG)
     scores_left = (scores * decay).to(OPERAND)
     if LAG == 0:
         decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
@@ -847,7 +843,14 @@ def _gradients(
             y = _solved(rounded, rest, load_rows(y_at, here, columns, V), SOLVED, OPERAND, PRECISION)
             found = (minus[:, None] * y).to(OPERAND)
         system = tl.dot(found, tl.trans(residual), system, input_precision=PRECISION)
-    system_left = (system * decay).to(OPERAND)
+    system *= decay
+    gram = tl.zeros([C, C], tl.float32)
+    for begin in range(0, K, BK):
+        if K > BK:
+            x = load_rows(x_at, there, begin + tl.arange(0, BK), K).to(OPERAND)
+        gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
+    owed = _settled(tl.sum(system * gram, 1), i)
+    system_left = system.to(OPERAND)
 
     read = tl.zeros([C], tl.float32)
     for beginning in range(0, K, BK):
@@ -875,7 +878,7 @@ def _gradients(
             given = load_rows(given_at, here, columns, V).to(OPERAND)
             residual = load_rows(z_at, here, columns, V)
         scores = tl.dot(residual, tl.trans(given), scores, input_precision=PRECISION)
-    decay = _pairwise(rc[None, :], rf[None, :], uc[:, None], uf[:, None], i[None, :] >= i[:, None] + LAG)
+    decay = _pairwise(rc[None, :], rf[None, :], _settled(uc, i)[:, None], uf[:, None], i[None, :] >= i[:, None] + LAG)
     scores_turned = (scores * decay).to(OPERAND)
     if LAG == 0:
         decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
@@ -887,7 +890,9 @@ def _gradients(
             y = _solved(rounded, rest, load_rows(y_at, here, columns, V), SOLVED, OPERAND, PRECISION)
             found = (minus[:, None] * y).to(OPERAND)
         system = tl.dot(residual, tl.trans(found), system, input_precision=PRECISION)
-    system_turned = (system * decay * tl.load(weight + i)[None, :]).to(OPERAND)
+    system *= decay
+    written = _settled(tl.sum(system * gram, 1), i)
+    system_turned = system.to(OPERAND)
 
     into = _x_rows(grad_k, grad_previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
     if V > BV or K > BK:
@@ -910,7 +915,9 @@ def _gradients(
             if V > BV or K > BK:
                 s = _load_state(states, columns, kk, V, K)
             dx = tl.dot(found, s, dx, input_precision=PRECISION)
-        dx = tl.dot(system_left, x, dx * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
+        dx *= tl.exp2(rc + rf)[:, None]
+        owed = _settled(owed + tl.sum(x_again.to(tl.float32) * dx, 1), i)
+        dx = tl.dot(system_left, x, dx, input_precision=PRECISION)
 
         left = tl.zeros([C, BK], tl.float32)
         for begin in range(0, V, BV):
@@ -925,8 +932,8 @@ def _gradients(
         left *= tl.exp2((end_c - uc) + (end_f - uf))[:, None]
         kept += _product(x_again, left)
         left = tl.dot(scores_turned, queries, left, input_precision=PRECISION)
-        left = tl.dot(system_turned, x, left, input_precision=PRECISION)
-        dx = left + eta[:, None] * dx
+        written = _settled(written + tl.sum(x_again.to(tl.float32) * left, 1), i)
+        dx = tl.dot(system_turned, x, left + dx, input_precision=PRECISION)
         if K > BK:  # until what the energy asks for is known
             store_rows(into, dx, there, kk, K)
         if SHIFT:  # the last key is a write feature of the next call, through the state
@@ -935,10 +942,8 @@ def _gradients(
 
     # Cotangents: of u_C `kept`, of u_t -`written`, of u_{t-1} `owed`, `read` of the one that is read. A step's decay is
     # in u_t from its own token on, in u_{t-1} from the next.
-    gained *= eta
-    owed = written - gained
-    grad_eta = written / tl.where(active, eta, 1.0)
-    grad_decay = tl.cumsum(read - gained, 0, reverse=True) - owed - read * LAG + kept
+    grad_eta = gained / tl.where(active, eta, 1.0)
+    grad_decay = tl.cumsum(read + owed - written, 0, reverse=True) - owed - read * LAG + kept
 
     of_gain, of_ridge, of_energy = step_gradients(
         beta, coefficient, statistic, grad_eta, grad_decay, active, RIDGE, DIRECT, True, DETACH, EPSILON, FLOOR
@@ -1079,7 +1084,7 @@ def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: 
 def backward(
     plan: Plan, call: Call, kept: Kept, grad_output: Tensor, grad_final: Tensor | None, into: Gradients
 ) -> None:
-    q, k, v, before, tables = call.q, call.k, call.v, call.before, call.tables
+    q, k, before, tables = call.q, call.k, call.before, call.tables
     weight, log_decay, energy, inverse, states, z = kept
     assert states is not None
     assert z is not None
@@ -1101,7 +1106,7 @@ def backward(
             *plan.numbers, flags=final,
         )  # fmt: skip
     plan.gradients(
-        q, k, v, call.gain, call.ridge, previous, before.previous_valid, call.lengths, weight, log_decay, energy,
+        q, k, call.gain, call.ridge, previous, before.previous_valid, call.lengths, weight, log_decay, energy,
         inverse, states, z, grad_output, y_or_dz, grad_states, *into[:5], into.before.previous_key, *tables,
         *plan.numbers,
     )  # fmt: skip
