@@ -47,6 +47,7 @@ from torch import Tensor
 from . import launch, triton_channel
 from .triton_channel import (
     BLOCK,
+    BLOCK_BITS,
     MIDDLE,
     as_product,
     beyond,
@@ -185,7 +186,7 @@ def _within(
     if LAG > 0:
         read = beyond(as_product(load_tile((u - V, row * V), row > 0, channels, V)), middle)
     out = as_product(load_tile((grad_output + wide, below), there, channels, V))
-    seen = tl.where(paired(row[None, :], row[:, None], LAG), scores, 0.0).to(OPERAND)
+    seen = tl.where(paired(row[None, :], row[:, None], BLOCK_BITS, LAG), scores, 0.0).to(OPERAND)
     of_z = tl.exp2(-decays) * tl.dot(seen, (tl.exp2(read) * out).to(OPERAND), input_precision=PRECISION)
     store_tile((grad_z + wide, below), of_z, there, channels, V)
 
