@@ -428,14 +428,14 @@ def _read(
         found = tl.dot(queries, s, found, input_precision=PRECISION)
 
     middle = middles(u, tl.arange(0, C // BLOCK) * BLOCK, channels, V)
-    eta = as_product(load_tile((gain + wide, below), there, channels, V))
+    eta = load_tile((gain + wide, below), there, channels, V).to(tl.float32)
     eta = step_of(eta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED)
-    z = tl.exp2(-beyond(as_product(load_all((u, row * V), channels, V)), middle)) * eta
-    z = (z * as_product(load_tile((written + wide, below), there, channels, V))).to(OPERAND)
+    z = tl.exp2(-beyond(load_all((u, row * V), channels, V), middle)) * eta
+    z = (z * load_tile((written + wide, below), there, channels, V).to(tl.float32)).to(OPERAND)
     scores = scores.to(OPERAND)
     found = through_chunk(found, scores, z, u, row, channels, zero, 0, LAG, SPANS, V, OPERAND, PRECISION)
     read = load_all((u, row * V + zero), channels, V) if LAG == 0 else load_tile((u - V, row * V), row > 0, channels, V)
-    found *= tl.exp2(beyond(as_product(read), middle))
+    found *= tl.exp2(beyond(read, middle))
     store_tile((output + wide, below), found, there, channels, V)
 
 
