@@ -514,6 +514,22 @@ def _channel_gradients(
     readable = exists(start + row, there, SHIFT, CARRIED)
     wide = ((low + start) * heads + head) * V
     below = row * (heads * V)
+    first = tl.arange(0, C // BLOCK) * BLOCK
+    middle = middles(u, first, channels, V)
+    scaled = tl.load(scale + program * C + row)[:, None]
+    written = residuals if RESIDUAL else v
+
+    eta = step_of(load_tile((gain + wide, below), there, channels, V).to(tl.float32), scaled, DIRECT, CAPPED)
+    decays = beyond(load_all((u, row * V), channels, V), middle)
+    z = tl.exp2(-decays) * eta * load_tile((written + wide, below), there, channels, V).to(tl.float32)
+    z = z.to(OPERAND)
+    if LAG > 0:
+        decays = beyond(load_tile((u - V, row * V), row > 0, channels, V), middle)
+    read = tl.exp2(decays) * load_tile((grad_output + wide, below), there, channels, V).to(tl.float32)
+    store_tile((given + wide, below), z, there, channels, V)
+    store_tile((reading + wide, below), read, there, channels, V)
+    tl.debug_barrier()  # both are loaded again, laid out as products are: else they would be computed twice
+
     scores = tl.zeros([C, C], tl.float32)
     found = tl.zeros([C, BV], tl.float32)
     kept = tl.zeros([1, BV], tl.float32)
@@ -526,20 +542,11 @@ def _channel_gradients(
         scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
         found = tl.dot(queries, s.to(OPERAND), found, input_precision=PRECISION)
         kept += tl.sum(s.to(tl.float32) * g.to(tl.float32), 0)[None, :]
-    own = tl.zeros([C], tl.float32)
-    if LAG == 0:
-        own = tl.sum(tl.where(row[:, None] == row[None, :], scores, 0.0), 1)
     scores = scores.to(OPERAND)
+    found = through_chunk(found, scores, z, u, row, channels, zero, 0, LAG, SPANS, V, OPERAND, PRECISION)
 
-    first = tl.arange(0, C // BLOCK) * BLOCK
-    middle = middles(u, first, channels, V)
-    scaled = tl.load(scale + program * C + row)[:, None]
-    z = tl.exp2(-beyond(as_product(load_all((u, row * V), channels, V)), middle))
-    z *= step_of(as_product(load_tile((gain + wide, below), there, channels, V)), scaled, DIRECT, CAPPED)
-    written = residuals if RESIDUAL else v
-    z = (z * as_product(load_tile((written + wide, below), there, channels, V))).to(OPERAND)
-    store_tile((given + wide, below), z, there, channels, V)
-    found = through_chunk(found, scores, z, u, row, channels, zero, 0, 1, SPANS, V, OPERAND, PRECISION)
+    read = load_tile_again((reading + wide, below), zero, there, channels, V)
+    z = as_product(load_tile_again((given + wide, below), zero, there, channels, V))
     asked = tl.zeros([C, BV], tl.float32)
     for begin in range(0, K + zero, BK):
         columns = begin + tl.arange(0, BK)
@@ -550,25 +557,17 @@ def _channel_gradients(
     passed = tl.exp2(end - middle) * tl.sum(tl.reshape(asked * z, (C // BLOCK, BLOCK, BV)), 1)
     kept = kept * tl.exp2(end) + tl.sum(passed, 0)[None, :]
 
-    if LAG == 0:
-        read = load_all((u, row * V + zero), channels, V)
-    else:
-        read = load_tile_again((u - V, row * V), zero, row > 0, channels, V)
-    read = tl.exp2(beyond(as_product(read), middle))
-    read = (read * as_product(load_tile((grad_output + wide, below), there, channels, V))).to(OPERAND)
-    store_tile((reading + wide, below), read, there, channels, V)
-    passing = found * read
+    passing = found * as_product(read)
     before = passing  # what does not pass over a step of its own token
     if not RESIDUAL:
         turned = tl.trans(scores)
-        asked = through_chunk(asked, turned, read, u, row, channels, zero, 1, 1, SPANS, V, OPERAND, PRECISION)
-        asked *= tl.exp2(-beyond(as_product(load_all((u, row * V + 2 * zero), channels, V)), middle))
+        asked = through_chunk(asked, turned, read, u, row, channels, zero, 1, LAG, SPANS, V, OPERAND, PRECISION)
+        passing -= as_product(load_tile_again((given + wide, below), 2 * zero, there, channels, V)) * asked
+        of_z = asked * tl.exp2(-beyond(as_product(load_all((u, row * V + 2 * zero), channels, V)), middle))
     beta = as_product(load_tile_again((gain + wide, below), zero, there, channels, V))
     eta = step_of(beta, scaled, DIRECT, CAPPED)
     written = as_product(load_tile_again((written + wide, below), zero, there, channels, V))
-    of_z = own[:, None] * as_product(load_tile_again((grad_output + wide, below), zero, there, channels, V))
     if RESIDUAL:
-        passing += eta * written * of_z
         of_z = as_product(load_tile((grad_z + wide, below), there, channels, V))
         y = as_product(load_tile((v + wide, below), there, channels, V))
         passing -= eta * y * of_z
@@ -576,9 +575,6 @@ def _channel_gradients(
         earlier = load_tile_again((u - V, row * V), zero, row > 0, channels, V)
         earlier = tl.exp2(beyond(as_product(earlier), middle))
         store_tile((asking + wide, below), earlier * eta * of_z, there, channels, V)
-    else:
-        passing -= eta * written * asked
-        of_z += asked
     store_tile((grad_v + wide, below), eta * of_z, there, channels, V)
     of_eta = of_z * written
     of_decay = kept + suffix_sums(passing, row, OPERAND)
