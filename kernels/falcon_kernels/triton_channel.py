@@ -638,7 +638,7 @@ def _key_gradients(
         channels = begin + tl.arange(0, BV)
         middle = middles(u, first, channels, V)
         for i in range(SPANS + zero):
-            z = load_tile((given, below + i * zero), there, channels, V)  # else kept in registers, as their scaling would
+            z = load_tile((given, below + i * zero), there, channels, V)  # each time: else kept, and spilled
             out = load_tile((reading, below + i * zero), there, channels, V)
             if RESIDUAL:
                 asked = load_tile((asking, below + i * zero), there, channels, V)
