@@ -51,7 +51,6 @@ from .triton_channel import (
     BLOCK,
     BLOCK_BITS,
     MIDDLE,
-    as_product,
     beyond,
     chunk_length,
     load_all,
@@ -249,11 +248,11 @@ def _within(
         scores = tl.dot(x, tl.trans(queries), scores, input_precision=PRECISION)
     wide, below = ((low + start) * heads + head) * V, row * (heads * V)
     middle = middles(u, tl.arange(0, C // BLOCK) * BLOCK, channels, V)
-    decays = beyond(as_product(load_all((u, row * V), channels, V)), middle)
+    decays = beyond(load_all((u, row * V), channels, V), middle)
     read = decays
     if LAG > 0:
-        read = beyond(as_product(load_tile((u - V, row * V), row > 0, channels, V)), middle)
-    out = as_product(load_tile((grad_output + wide, below), there, channels, V))
+        read = beyond(load_tile((u - V, row * V), row > 0, channels, V), middle)
+    out = load_tile((grad_output + wide, below), there, channels, V).to(tl.float32)
     seen = tl.where(paired(row[None, :], row[:, None], BLOCK_BITS, LAG), scores, 0.0).to(OPERAND)
     of_z = tl.exp2(-decays) * tl.dot(seen, (tl.exp2(read) * out).to(OPERAND), input_precision=PRECISION)
     store_tile((grad_z + wide, below), of_z, there, channels, V)
