@@ -49,7 +49,7 @@ SPACE = {  # bfloat16 tiles of less than 64 columns read past their shared memor
     "_chunk_backward": {"BK": (64, 128), "BV": (64, 128), "ONCE": (True, False)} | COMMON | {"num_stages": (1,)},
     "_rates": {"BK": (64, 128), "BV": (64, 128)} | COMMON,
     "_channel_gradients": {"BK": (64, 128)} | COMMON | {"num_stages": (1,)},
-    "_key_gradients": {"BK": (64, 128), "BV": (64, 128)} | COMMON | {"num_stages": (1,)},
+    "_key_gradients": {"BK": (64, 128), "BV": (64, 128)} | COMMON,
     "_solve": {"BV": (16, 32, 64)} | COMMON | {"num_warps": (1, 2, 4)},
     "_unsolve": {"BV": (16, 32, 64)} | COMMON | {"num_warps": (1, 2, 4)},
     "_within": {"BK": (64, 128), "BV": (64, 128)} | COMMON,

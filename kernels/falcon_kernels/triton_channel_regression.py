@@ -77,6 +77,14 @@ from .triton_schedule import Call, Gradients, Kept, Shape
 __all__ = ["Plan", "backward", "chunk_length", "forward", "shapes"]
 
 
+@triton.jit
+def _place(V: tl.constexpr, BV: tl.constexpr):
+    """A program's number without its tile of channels, and these [BV]."""
+    tiles: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0).to(tl.int64)
+    return program // tiles, (program % tiles).to(tl.int32) * BV + tl.arange(0, BV)
+
+
 # A block's tokens, each on its own
 
 
@@ -127,6 +135,12 @@ def _rows(base, stride, channels, count, V: tl.constexpr):
 
 
 @triton.jit
+def _store_rows(base, stride, channels, count, rows, LAST: tl.constexpr, V: tl.constexpr):
+    for j in tl.static_range(BLOCK):
+        tl.store(base + j * stride + channels, rows[j ^ LAST], mask=(channels < V) & (j < count))
+
+
+@triton.jit
 def _numbers(base, stride, FIRST: tl.constexpr):
     """16 numbers, `stride` apart, from number FIRST on."""
     numbers = ()
@@ -136,11 +150,9 @@ def _numbers(base, stride, FIRST: tl.constexpr):
 
 
 @triton.jit
-def _features(
-    k, previous, sequence, low, start, count, head, heads, columns,
-    K: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
-    """[16, BK] write features from a place on, 0 where there is none."""
+def _features(of, start, columns, K: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, OPERAND: tl.constexpr):
+    """[16, BK] write features `of` a sequence and head from a place on, 0 where there is none."""
+    k, previous, sequence, low, count, head, heads = of
     i = tl.arange(0, BLOCK)
     there = (i < count - start) & (start >= 0)
     x = x_rows(k, previous, previous, sequence, low, start, i, head, heads, K, 1, SHIFT, CARRIED)
@@ -156,10 +168,7 @@ def _solve(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Residuals, and the memory that each chunk finds, of one sequence, head and tile of channels."""
-    tiles = (V + BV - 1) // BV
-    program = tl.program_id(0).to(tl.int64)
-    channels = (program % tiles).to(tl.int32) * BV + tl.arange(0, BV)
-    program = program // tiles
+    program, channels = _place(V, BV)
     sequence, head = program // heads, program % heads
     low, count = span(sequence, bounds, length, PACKED)
     number = sequence * longest
@@ -173,7 +182,8 @@ def _solve(
         s = tl.load(memory + program * K * V + matrix, mask=inside, other=0.0)
 
     tl.store(states + (number * heads + head) * K * V + matrix, s, mask=inside & (count > 0))
-    ahead = _features(k, previous, sequence, low, 0, count, head, heads, columns, K, SHIFT, CARRIED, OPERAND)
+    of = k, previous, sequence, low, count, head, heads
+    ahead = _features(of, 0, columns, K, SHIFT, CARRIED, OPERAND)
     for start in range(0, count, BLOCK):
         x, following = ahead, start + BLOCK
         row = ((number + start // C) * heads + head) * C + start % C
@@ -187,9 +197,7 @@ def _solve(
         products = gram + row * BLOCK  # two of each row are loaded at once: the others then lie in cache
         half, last = _numbers(products, BLOCK, 7), _numbers(products, BLOCK, 15)
         found = _apart(tl.dot(s.to(OPERAND), tl.trans(x), input_precision=PRECISION))
-        ahead = _features(
-            k, previous, sequence, low, following, count, head, heads, columns, K, SHIFT, CARRIED, OPERAND
-        )
+        ahead = _features(of, following, columns, K, SHIFT, CARRIED, OPERAND)
         middle = at[MIDDLE]
         to_middle, to_end = tl.exp2(middle - begin), tl.exp2(at[BLOCK - 1] - middle)
         h = ()  # of the tokens that are left
@@ -209,9 +217,7 @@ def _solve(
                     product = tl.load(products + i * BLOCK + j)
                 left += (h[j - i] + product * y[i],)
             h, before = left, at[i]
-        for j in tl.static_range(BLOCK):
-            stored = (channels < V) & (j < count - start)
-            tl.store(residuals + token + j * (heads * V) + channels, r[j], mask=stored)
+        _store_rows(residuals + token, heads * V, channels, count - start, r, 0, V)
         z = (to_end[:, None] * _together(y)).to(OPERAND)
         s = tl.dot(z, x, s * (to_middle * to_end)[:, None], input_precision=PRECISION)
         if (following % C == 0) & (following < count):
@@ -227,10 +233,7 @@ def _within(
     LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What reads of a block's writes in the block ask of them, of one chunk, head and tile of channels."""
-    tiles: tl.constexpr = (V + BV - 1) // BV
-    program = tl.program_id(0).to(tl.int64)
-    channels = (program % tiles).to(tl.int32) * BV + tl.arange(0, BV)
-    program = program // tiles
+    program, channels = _place(V, BV)
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
@@ -268,10 +271,7 @@ def _unsolve(
 ):  # fmt: skip
     """Y, in the place of what `_within` left, and G of what each chunk leaves, backwards through one sequence and head,
     for a tile of channels."""
-    tiles = (V + BV - 1) // BV
-    program = tl.program_id(0).to(tl.int64)
-    channels = (program % tiles).to(tl.int32) * BV + tl.arange(0, BV)
-    program = program // tiles
+    program, channels = _place(V, BV)
     sequence, head = program // heads, program % heads
     low, count = span(sequence, bounds, length, PACKED)
     number = sequence * longest
@@ -288,7 +288,8 @@ def _unsolve(
     last = (number + (count - 1) // C) * heads + head
     tl.store(grad_states + last * K * V + matrix, g, mask=inside & (count > 0))
     start = (blocks - 1) * BLOCK
-    ahead = _features(k, previous, sequence, low, start, count, head, heads, columns, K, SHIFT, CARRIED, OPERAND)
+    of, of_q = (k, previous, sequence, low, count, head, heads), (q, q, sequence, low, count, head, heads)
+    ahead = _features(of, start, columns, K, SHIFT, CARRIED, OPERAND)
     for back in range(0, blocks):
         start = (blocks - 1 - back) * BLOCK
         x, following = ahead, start - BLOCK
@@ -305,10 +306,8 @@ def _unsolve(
         products = gram + row * BLOCK  # two of each row are loaded at once: the others then lie in cache
         none, half = _numbers(products, BLOCK, 0), _numbers(products, BLOCK, 8)
         found = _apart(tl.dot(g.to(OPERAND), tl.trans(x), input_precision=PRECISION))
-        ahead = _features(
-            k, previous, sequence, low, following, count, head, heads, columns, K, SHIFT, CARRIED, OPERAND
-        )
-        queries = _features(q, q, sequence, low, start, count, head, heads, columns, K, 0, True, OPERAND)
+        ahead = _features(of, following, columns, K, SHIFT, CARRIED, OPERAND)
+        queries = _features(of_q, start, columns, K, 0, True, OPERAND)
         middle = at[MIDDLE]
         to_middle, to_end = tl.exp2(middle - begin), tl.exp2(at[BLOCK - 1] - middle)
         h = ()  # of the tokens that are left
@@ -332,9 +331,7 @@ def _unsolve(
                 left += (h[j] - product * now,)
             read += ((before if LAG > 0 else after) * out[i],)
             h, after = left, before
-        for j in tl.static_range(BLOCK):
-            stored = (channels < V) & (j < count - start)
-            tl.store(grad_z + token + j * (heads * V) + channels, of_z[BLOCK - 1 - j], mask=stored)
+        _store_rows(grad_z + token, heads * V, channels, count - start, of_z, 15, V)
         g = g * (to_middle * to_end)[:, None]
         g = tl.dot((to_middle[:, None] * _together(read, 15)).to(OPERAND), queries, g, input_precision=PRECISION)
         g = tl.dot((-to_middle[:, None] * _together(w, 15)).to(OPERAND), x, g, input_precision=PRECISION)
