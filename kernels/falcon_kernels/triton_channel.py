@@ -38,14 +38,15 @@ cancel, and prefix sums of what goes from tokens to the memory that the chunk le
                pass       S                                            one per (sequence, part, head, V tile)
                read       O                                            one per (chunk, head, V tile)
     backward   reverse    G                                            as pass, backwards
-               channels   dv and gain's, sums for ridge and energy     one per (chunk, head, V tile)
+               channels   dv and gain's, sums for ridge and energy,    one per (chunk, head, V tile)
+                          z and dO as of the middles of their blocks
                keys       dQ, dX, ridge's                              one per (chunk, head)
 
 Parts, of long sequences in small batches, are those of triton_additive.py, with a decay per channel.
 
 Elements moved per token and head, u and gains in float32 counting twice beside operands of 2 bytes: rates K + gain + u,
-pass K + V + gain + u + KV/C, read 2K + 2V + gain + u + KV/C, reverse K + V + u + KV/C, channels 2K + 3V + 2 gain + u +
-2KV/C, keys 4K + 2V + gain + u + 2KV/C. Kept for the backward are u and S.
+pass K + V + gain + u + KV/C, read 2K + 2V + gain + u + KV/C, reverse K + V + u + KV/C, channels 2K + 5V + 2 gain + u +
+2KV/C, keys 4K + 2V + 2KV/C. Kept for the backward are u and S.
 """
 
 import torch
@@ -166,9 +167,12 @@ def row_of(u, channels, AT: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def paired(late, early, LAG: tl.constexpr):
-    """Which tokens `late` have `early` in their block and come LAG after it or later; both shaped to broadcast."""
-    return (late // BLOCK == early // BLOCK) & (late - early >= LAG)
+def paired(late, early, bits, LAG: tl.constexpr):
+    """Which tokens `late` have `early` in the first half of their span of 2 ** bits and are in the second; in a block
+    all that come LAG after it or later. Both shaped to broadcast."""
+    half = late >> bits - 1 << bits - 1
+    end = tl.where(bits == BLOCK_BITS, late - LAG, half - 1)
+    return (early >= late >> bits << bits) & (early <= end)
 
 
 @triton.jit
@@ -181,9 +185,9 @@ def load_all(at, channels, V: tl.constexpr):
 
 
 @triton.jit
-def edge(u, first, channels, bits, AFTER: tl.constexpr, V: tl.constexpr):
-    """[N, BV] u before, or AFTER, the span of 2 ** bits tokens that each block lies in; blocks begin at `first` [N]."""
-    last = ((first >> bits) + AFTER << bits) - 1
+def edge(u, token, channels, bits, AFTER: tl.constexpr, V: tl.constexpr):
+    """[N, BV] u before, or AFTER, the span of 2 ** bits tokens that each `token` [N] lies in."""
+    last = ((token >> bits) + AFTER << bits) - 1
     return load_tile((u, last * V), last >= 0, channels, V)
 
 
@@ -225,15 +229,6 @@ def as_product(tile):
 
 
 @triton.jit
-def across(row, bits, BACK: tl.constexpr):
-    """[C, C] which rows are tokens of a span's second half and columns of its first, of spans of 2 ** bits; BACK: the
-    other way round."""
-    half = row // BLOCK >> (bits - 1 - BLOCK_BITS)
-    late, early = (half[None, :], half[:, None]) if BACK else (half[:, None], half[None, :])
-    return (late ^ early == 1) & (late > early)
-
-
-@triton.jit
 def through_chunk(
     found, scores, given, u, row, channels, nothing, BACK: tl.constexpr, LAG: tl.constexpr, SPANS: tl.constexpr,
     V: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
@@ -245,22 +240,19 @@ def through_chunk(
     unrolls no loop, with all of its loads.
     """
     first = tl.arange(0, row.shape[0] // BLOCK) * BLOCK
+    finding, giving = first + BLOCK // 2 * (1 - BACK), first + BLOCK // 2 * BACK  # tokens of the halves that do
     middle = middles(u, first, channels, V)
-    for i in range(SPANS - 1 + nothing):
+    late, early = (row[None, :], row[:, None]) if BACK else (row[:, None], row[None, :])
+    for i in range(SPANS + nothing):
         bits = BLOCK_BITS + SPANS - 1 - i
-        nearer = edge(u, first, channels, bits - 1, BACK, V) - edge(u, first, channels, bits, BACK, V)
-        passing = edge(u, first, channels, bits - 1, 1 - BACK, V) - middle
+        nearer = edge(u, finding, channels, bits - 1, BACK, V) - edge(u, finding, channels, bits, BACK, V)
+        passing = edge(u, giving, channels, bits - 1, 1 - BACK, V) - middle  # 0 in a block
         if BACK:
             nearer, passing = -nearer, -passing
-        seen = tl.where(across(row, bits, BACK), scores, 0.0)
+        seen = tl.where(paired(late, early, bits, LAG), scores, 0.0)
         passing = by_block(given, tl.exp2(passing)).to(OPERAND)
         found = tl.dot(seen, passing, by_block(found, tl.exp2(nearer)), input_precision=PRECISION)
-    nearer = middle - edge(u, first, channels, BLOCK_BITS, BACK, V)
-    if BACK:
-        nearer = -nearer
-    late, early = (row[None, :], row[:, None]) if BACK else (row[:, None], row[None, :])
-    seen = tl.where(paired(late, early, LAG), scores, 0.0)
-    return tl.dot(seen, given.to(OPERAND), by_block(found, tl.exp2(nearer)), input_precision=PRECISION)
+    return found
 
 
 # Passes over chunks
@@ -436,14 +428,14 @@ def _read(
         found = tl.dot(queries, s, found, input_precision=PRECISION)
 
     middle = middles(u, tl.arange(0, C // BLOCK) * BLOCK, channels, V)
-    eta = as_product(load_tile((gain + wide, below), there, channels, V))
+    eta = load_tile((gain + wide, below), there, channels, V).to(tl.float32)
     eta = step_of(eta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED)
-    z = tl.exp2(-beyond(as_product(load_all((u, row * V), channels, V)), middle)) * eta
-    z = (z * as_product(load_tile((written + wide, below), there, channels, V))).to(OPERAND)
+    z = tl.exp2(-beyond(load_all((u, row * V), channels, V), middle)) * eta
+    z = (z * load_tile((written + wide, below), there, channels, V).to(tl.float32)).to(OPERAND)
     scores = scores.to(OPERAND)
     found = through_chunk(found, scores, z, u, row, channels, zero, 0, LAG, SPANS, V, OPERAND, PRECISION)
     read = load_all((u, row * V + zero), channels, V) if LAG == 0 else load_tile((u - V, row * V), row > 0, channels, V)
-    found *= tl.exp2(beyond(as_product(read), middle))
+    found *= tl.exp2(beyond(read, middle))
     store_tile((output + wide, below), found, there, channels, V)
 
 
@@ -491,7 +483,7 @@ def _rate_gradients(
 @triton.jit(do_not_specialize=NUMBERS)
 def _channel_gradients(
     q, k, v, gain, ridge, previous, previous_valid, lengths, scale, log_decay, energy, residuals, grad_z, grad_output,
-    states, grad_states, grad_v, grad_gain, sums, bounds, first, owner, length, longest, heads,
+    states, grad_states, grad_v, grad_gain, sums, given, reading, asking, bounds, first, owner, length, longest, heads,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
     SHIFT: tl.constexpr, LAG: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr,
     RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
@@ -499,6 +491,9 @@ def _channel_gradients(
 ):  # fmt: skip
     """Gradients of v and gain of one chunk, head and tile of channels, and what these channels ask of ridge and energy:
     `sums` [2, tiles, chunks, H, C].
+
+    For `_key_gradients` also z, dO, and RESIDUAL eta o dZ, decayed from or to the middles of their blocks: `given`,
+    `reading` and `asking` [B, T, H, V]; `asking` may lie where grad_z does.
     """
     tiles: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0).to(tl.int64)
@@ -519,6 +514,22 @@ def _channel_gradients(
     readable = exists(start + row, there, SHIFT, CARRIED)
     wide = ((low + start) * heads + head) * V
     below = row * (heads * V)
+    first = tl.arange(0, C // BLOCK) * BLOCK
+    middle = middles(u, first, channels, V)
+    scaled = tl.load(scale + program * C + row)[:, None]
+    written = residuals if RESIDUAL else v
+
+    eta = step_of(load_tile((gain + wide, below), there, channels, V).to(tl.float32), scaled, DIRECT, CAPPED)
+    decays = beyond(load_all((u, row * V), channels, V), middle)
+    z = tl.exp2(-decays) * eta * load_tile((written + wide, below), there, channels, V).to(tl.float32)
+    z = z.to(OPERAND)
+    if LAG > 0:
+        decays = beyond(load_tile((u - V, row * V), row > 0, channels, V), middle)
+    read = tl.exp2(decays) * load_tile((grad_output + wide, below), there, channels, V).to(tl.float32)
+    store_tile((given + wide, below), z, there, channels, V)
+    store_tile((reading + wide, below), read, there, channels, V)
+    tl.debug_barrier()  # both are loaded again, laid out as products are: else they would be computed twice
+
     scores = tl.zeros([C, C], tl.float32)
     found = tl.zeros([C, BV], tl.float32)
     kept = tl.zeros([1, BV], tl.float32)
@@ -531,19 +542,11 @@ def _channel_gradients(
         scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
         found = tl.dot(queries, s.to(OPERAND), found, input_precision=PRECISION)
         kept += tl.sum(s.to(tl.float32) * g.to(tl.float32), 0)[None, :]
-    own = tl.zeros([C], tl.float32)
-    if LAG == 0:
-        own = tl.sum(tl.where(row[:, None] == row[None, :], scores, 0.0), 1)
     scores = scores.to(OPERAND)
+    found = through_chunk(found, scores, z, u, row, channels, zero, 0, LAG, SPANS, V, OPERAND, PRECISION)
 
-    first = tl.arange(0, C // BLOCK) * BLOCK
-    middle = middles(u, first, channels, V)
-    scaled = tl.load(scale + program * C + row)[:, None]
-    z = tl.exp2(-beyond(as_product(load_all((u, row * V), channels, V)), middle))
-    z *= step_of(as_product(load_tile((gain + wide, below), there, channels, V)), scaled, DIRECT, CAPPED)
-    written = residuals if RESIDUAL else v
-    z = (z * as_product(load_tile((written + wide, below), there, channels, V))).to(OPERAND)
-    found = through_chunk(found, scores, z, u, row, channels, zero, 0, 1, SPANS, V, OPERAND, PRECISION)
+    read = load_tile_again((reading + wide, below), zero, there, channels, V)
+    z = as_product(load_tile_again((given + wide, below), zero, there, channels, V))
     asked = tl.zeros([C, BV], tl.float32)
     for begin in range(0, K + zero, BK):
         columns = begin + tl.arange(0, BK)
@@ -554,31 +557,24 @@ def _channel_gradients(
     passed = tl.exp2(end - middle) * tl.sum(tl.reshape(asked * z, (C // BLOCK, BLOCK, BV)), 1)
     kept = kept * tl.exp2(end) + tl.sum(passed, 0)[None, :]
 
-    if LAG == 0:
-        read = load_all((u, row * V + zero), channels, V)
-    else:
-        read = load_tile_again((u - V, row * V), zero, row > 0, channels, V)
-    read = tl.exp2(beyond(as_product(read), middle))
-    read = (read * as_product(load_tile((grad_output + wide, below), there, channels, V))).to(OPERAND)
-    passing = found * read
+    passing = found * as_product(read)
     before = passing  # what does not pass over a step of its own token
     if not RESIDUAL:
         turned = tl.trans(scores)
-        asked = through_chunk(asked, turned, read, u, row, channels, zero, 1, 1, SPANS, V, OPERAND, PRECISION)
-        asked *= tl.exp2(-beyond(as_product(load_all((u, row * V + 2 * zero), channels, V)), middle))
+        asked = through_chunk(asked, turned, read, u, row, channels, zero, 1, LAG, SPANS, V, OPERAND, PRECISION)
+        passing -= as_product(load_tile_again((given + wide, below), 2 * zero, there, channels, V)) * asked
+        of_z = asked * tl.exp2(-beyond(as_product(load_all((u, row * V + 2 * zero), channels, V)), middle))
     beta = as_product(load_tile_again((gain + wide, below), zero, there, channels, V))
     eta = step_of(beta, scaled, DIRECT, CAPPED)
     written = as_product(load_tile_again((written + wide, below), zero, there, channels, V))
-    of_z = own[:, None] * as_product(load_tile_again((grad_output + wide, below), zero, there, channels, V))
     if RESIDUAL:
-        passing += eta * written * of_z
         of_z = as_product(load_tile((grad_z + wide, below), there, channels, V))
         y = as_product(load_tile((v + wide, below), there, channels, V))
         passing -= eta * y * of_z
         owed = eta * of_z * (written - y)
-    else:
-        passing -= eta * written * asked
-        of_z += asked
+        earlier = load_tile_again((u - V, row * V), zero, row > 0, channels, V)
+        earlier = tl.exp2(beyond(as_product(earlier), middle))
+        store_tile((asking + wide, below), earlier * eta * of_z, there, channels, V)
     store_tile((grad_v + wide, below), eta * of_z, there, channels, V)
     of_eta = of_z * written
     of_decay = kept + suffix_sums(passing, row, OPERAND)
@@ -604,39 +600,13 @@ def _channel_gradients(
     tl.store(sums + behind + program * C + row, of_energy)
 
 
-@triton.jit
-def _as_of_middles(
-    written, gain, grad_z, grad_output, u, scaled, again, row, there, channels, below, LAG: tl.constexpr,
-    DIRECT: tl.constexpr, CAPPED: tl.constexpr, RESIDUAL: tl.constexpr, V: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
-    """[C, BV] z, dO, and where a residual is written eta o dZ, all decayed to or from the middle of their blocks."""
-    middle = middles(u, tl.arange(0, row.shape[0] // BLOCK) * BLOCK, channels, V)
-    decays = beyond(as_product(load_all((u, row * V + again), channels, V)), middle)
-    reading = tl.exp2(decays)
-    before = reading
-    if LAG > 0 or RESIDUAL:
-        earlier = load_tile((u - V, row * V + again), row > 0, channels, V)
-        before = tl.exp2(beyond(as_product(earlier), middle))
-        if LAG > 0:
-            reading = before
-    out = (reading * as_product(load_tile((grad_output, below + again), there, channels, V))).to(OPERAND)
-    eta = as_product(load_tile((gain, below + again), there, channels, V))
-    eta = step_of(eta, scaled[:, None], DIRECT, CAPPED)
-    z = (tl.exp2(-decays) * eta * as_product(load_tile((written, below + again), there, channels, V))).to(OPERAND)
-    asked = z
-    if RESIDUAL:
-        asked = (before * eta * as_product(load_tile((grad_z, below + again), there, channels, V))).to(OPERAND)
-    return z, out, asked
-
-
 @triton.jit(do_not_specialize=NUMBERS)
 def _key_gradients(
-    q, k, written, gain, previous, scale, log_decay, grad_z, grad_output, states, grad_states, sums,
+    q, k, previous, log_decay, given, reading, asking, states, grad_states, sums,
     grad_q, grad_k, grad_ridge, grad_previous, bounds, first, owner, length, longest, heads,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
     SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, RIDGE: tl.constexpr,
-    DIRECT: tl.constexpr, CAPPED: tl.constexpr, TILES: tl.constexpr, RESIDUAL: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    TILES: tl.constexpr, RESIDUAL: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q and the write features, where their keys lie, of one chunk and head; and of ridge.
 
@@ -653,44 +623,39 @@ def _key_gradients(
     there = row < count - start
     zero = tl.minimum(count - start, 0) * 64  # to the compiler any number: it unrolls no loop, with all of its loads
     u = log_decay + program * C * V
-    scaled = tl.load(scale + program * C + row)
     wide = ((low + start) * heads + head) * V
     below = row * (heads * V)
-    written += wide
-    gain += wide
-    grad_output += wide
+    given += wide
+    reading += wide
     if RESIDUAL:
-        grad_z += wide
+        asking += wide
     first = tl.arange(0, C // BLOCK) * BLOCK
 
     of_scores = tl.zeros([C, C], tl.float32)
     of_gram = tl.zeros([C, C], tl.float32)
-    for tile in tl.static_range(0, V, BV):
-        channels = tile + tl.arange(0, BV)
+    late, early = row[None, :], row[:, None]
+    for begin in range(0, V + zero, BV):
+        channels = begin + tl.arange(0, BV)
         middle = middles(u, first, channels, V)
-        z, out, asked = _as_of_middles(
-            written, gain, grad_z, grad_output, u, scaled, zero, row, there, channels, below, LAG, DIRECT, CAPPED,
-            RESIDUAL, V, OPERAND,
-        )  # fmt: skip
-        for i in range(SPANS - 1 + zero):
-            bits = BLOCK_BITS + SPANS - 1 - i
-            apart = across(row, bits, 1)
-            early = by_block(z, tl.exp2(edge(u, first, channels, bits - 1, 1, V) - middle)).to(OPERAND)
-            factors = tl.exp2(middle - edge(u, first, channels, bits - 1, 0, V))
-            late = by_block(out, factors).to(OPERAND)
-            product = tl.dot(early, tl.trans(late), input_precision=PRECISION)
-            of_scores += tl.where(apart, product, 0.0)
+        for i in range(SPANS + zero):
+            z = load_tile((given, below + i * zero), there, channels, V)  # each time: else kept, and spilled
+            out = load_tile((reading, below + i * zero), there, channels, V)
             if RESIDUAL:
-                late = by_block(asked, factors).to(OPERAND)
-                product = tl.dot(early, tl.trans(late), input_precision=PRECISION)
-                of_gram -= tl.where(apart, product, 0.0)
-        product = tl.dot(z, tl.trans(out), input_precision=PRECISION)
-        of_scores += tl.where(paired(row[None, :], row[:, None], LAG), product, 0.0)
-        if RESIDUAL:
-            product = tl.dot(z, tl.trans(asked), input_precision=PRECISION)
-            of_gram -= tl.where(paired(row[None, :], row[:, None], 1), product, 0.0)
+                asked = load_tile((asking, below + i * zero), there, channels, V)
+            bits = BLOCK_BITS + SPANS - 1 - i
+            passing = tl.exp2(edge(u, first, channels, bits - 1, 1, V) - middle)
+            nearer = tl.exp2(middle - edge(u, first + BLOCK // 2, channels, bits - 1, 0, V))
+            z = by_block(z, passing).to(OPERAND)
+            out = by_block(out, nearer).to(OPERAND)
+            product = tl.dot(z, tl.trans(out), input_precision=PRECISION)
+            of_scores += tl.where(paired(late, early, bits, LAG), product, 0.0)
+            if RESIDUAL:
+                asked = by_block(asked, nearer).to(OPERAND)
+                product = tl.dot(z, tl.trans(asked), input_precision=PRECISION)
+                of_gram -= tl.where(paired(late, early, bits, 1), product, 0.0)
     left = of_scores.to(OPERAND)
-    system = of_gram.to(OPERAND)
+    if RESIDUAL:
+        system = (of_gram + tl.trans(of_gram)).to(OPERAND)
 
     of_energy = tl.zeros([C], tl.float32)
     of_ridge = tl.zeros([C], tl.float32)
@@ -701,7 +666,7 @@ def _key_gradients(
         token = ((low + start) * heads + head).to(tl.int64) + row * heads
         tl.store(grad_ridge + token, of_ridge, mask=there)
 
-    q_at = token_rows(q, low + start, row, head, heads, K)
+    narrow, along = ((low + start) * heads + head) * K, row * (heads * K)
     x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
     into = x_rows(grad_k, grad_previous, grad_previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
     readable = exists(start + row, there, SHIFT, CARRIED)
@@ -709,33 +674,30 @@ def _key_gradients(
         columns = key_begin + tl.arange(0, BK)
         of_q = tl.zeros([BK, C], tl.float32)
         of_x = tl.zeros([C, BK], tl.float32)
-        for begin in range(0, V, BV):
+        for begin in range(0, V + zero, BV):
             channels = begin + tl.arange(0, BV)
-            middle = middles(u, first, channels, V)
-            if V > BV:  # else they are those from above
-                z, out, asked = _as_of_middles(
-                    written, gain, grad_z, grad_output, u, scaled, 2 * zero, row, there, channels, below, LAG, DIRECT,
-                    CAPPED, RESIDUAL, V, OPERAND,
-                )  # fmt: skip
-            factors = tl.exp2(middle)
-            late = by_block(out, factors).to(OPERAND)
-            s = load_tile((states + program * K * V, columns * V), columns < K, channels, V).to(OPERAND)
-            of_q = tl.dot(s, tl.trans(late), of_q, input_precision=PRECISION)
+            z = load_tile((given, below), there, channels, V)
+            out = load_tile((reading, below), there, channels, V)
             if RESIDUAL:
-                late = by_block(asked, -factors).to(OPERAND)
-                of_x = tl.dot(late, tl.trans(s), of_x, input_precision=PRECISION)
-            early = by_block(z, tl.exp2(row_of(u, channels, C - 1, V) - middle)).to(OPERAND)
+                asked = load_tile((asking, below), there, channels, V)
+            s = load_tile((states + program * K * V, columns * V), columns < K, channels, V).to(OPERAND)
             g = load_tile((grad_states + program * K * V, columns * V), columns < K, channels, V).to(OPERAND)
-            of_x = tl.dot(early, tl.trans(g), of_x, input_precision=PRECISION)
+            middle = middles(u, first, channels, V)
+            z = by_block(z, tl.exp2(row_of(u, channels, C - 1, V) - middle)).to(OPERAND)
+            out = by_block(out, tl.exp2(middle)).to(OPERAND)
+            of_q = tl.dot(s, tl.trans(out), of_q, input_precision=PRECISION)
+            of_x = tl.dot(z, tl.trans(g), of_x, input_precision=PRECISION)
+            if RESIDUAL:
+                asked = by_block(asked, -tl.exp2(middle)).to(OPERAND)
+                of_x = tl.dot(asked, tl.trans(s), of_x, input_precision=PRECISION)
         x = load_rows(x_at, readable, columns, K)
+        queries = load_tile((q + narrow, along), there, columns, K).to(OPERAND)
         of_q = tl.dot(tl.trans(x.to(OPERAND)), left, of_q, input_precision=PRECISION)
         of_q = tl.trans(of_q.to(grad_q.dtype.element_ty))
-        store_rows(token_rows(grad_q, low + start, row, head, heads, K), of_q, there, columns, K)
-        queries = load_rows(q_at, there, columns, K).to(OPERAND)
+        store_tile((grad_q + narrow, along), of_q, there, columns, K)
         of_x = tl.dot(left, queries, of_x, input_precision=PRECISION)
         if RESIDUAL:
             of_x = tl.dot(system, x.to(OPERAND), of_x, input_precision=PRECISION)
-            of_x = tl.dot(tl.trans(system), x.to(OPERAND), of_x, input_precision=PRECISION)
         of_x += 2.0 * of_energy[:, None] * x.to(tl.float32)
         store_rows(into, of_x, readable, columns, K)
         if SHIFT:  # the last key is nobody's write feature here
@@ -877,12 +839,13 @@ def gradients(
     q, k, v, gain, ridge, _, before, lengths, tables = call
     scale, log_decay, energy, _, states, residuals = kept
     sums = torch.empty(plan.sums, dtype=torch.float32, device=q.device)
+    given, reading = (torch.empty(v.shape, dtype=plan.operand, device=q.device) for _ in range(2))
     plan.channels(
         q, k, v, gain, ridge, before.previous_key, before.previous_valid, lengths, scale, log_decay, energy, residuals,
-        grad_z, grad_output, states, grad_states, into.v, into.gain, sums, *tables, *plan.across,
+        grad_z, grad_output, states, grad_states, into.v, into.gain, sums, given, reading, grad_z, *tables,
+        *plan.across,
     )  # fmt: skip
-    written = v if grad_z is None else residuals
     plan.keys(
-        q, k, written, gain, before.previous_key, scale, log_decay, grad_z, grad_output, states, grad_states, sums,
-        into.q, into.k, into.ridge, into.before.previous_key, *tables, *plan.across,
+        q, k, before.previous_key, log_decay, given, reading, grad_z, states, grad_states, sums, into.q, into.k,
+        into.ridge, into.before.previous_key, *tables, *plan.across,
     )  # fmt: skip

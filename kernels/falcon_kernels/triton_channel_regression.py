@@ -6,19 +6,19 @@ What a token writes is z_i = eta_i o r_i with the residual r_i = v_i - S'x_i of 
     r_i = v_i - exp(u_{i-1}) o (x_i S) - sum_{s < i} (x_i x_s') exp(u_{i-1} - u_s) o z_s.
 
 The system has a matrix per channel, but its products x_i x_s' are all channels'. With decays taken apart around u_m of
-the block's middle token, a_i = exp(u_{i-1} - u_m) and b_s = exp(u_m - u_s), and y = b o z, it is
+the block's middle token, a_i = exp(u_{i-1} - u_m), b_s = exp(u_m - u_s) and y = b o z, it is
 
-    y_i = b_i eta_i o (v_i - exp(u_{i-1}) o (x_i S)) - (a_i b_i eta_i) o h_i,      h_i = sum_{s < i} (x_i x_s') y_s,
+    r_i = v_i - a_i o h_i,      h_i = exp(u_m) o (x_i S) + sum_{s < i} (x_i x_s') y_s,      y_i = b_i o eta_i o r_i,
 
 16 steps of a multiplication per pair and channel. The memory moves from block to block, by products:
 
-    S_out = S Diag(exp(u_16)) + X' (exp(u_16 - u) o z).
+    S_out = S Diag(exp(u_16)) + X' (exp(u_16 - u_m) o y).
 
-With G the cotangent of what a block leaves, dO that of the reads, and w_i = a_i eta_i o Y_i, backwards
+With G the cotangent of what a block leaves, dO that of the reads, and Y that of z, backwards
 
-    dZ_s = sum of what the block's tokens read of z_s + exp(u_16 - u_s) o (x_s G)
-    Y_s  = dZ_s - b_s o sum_{i > s} (x_i x_s') w_i                                 all of the cotangent of z_s
-    G_in = G Diag(exp(u_16)) + Q' (exp(u) o dO) - X' (exp(u_{i-1}) o eta o Y).
+    dZ_s = sum of what the block's tokens read of z_s
+    Y_s  = dZ_s + b_s o (exp(u_16 - u_m) o (x_s G) - sum_{i > s} (x_i x_s') w_i),      w_i = a_i o eta_i o Y_i
+    G_in = G Diag(exp(u_16)) + Q' (exp(u) o dO) - X' (exp(u_m) o w).
 
 What remains is each chunk's on its own: reads as in falcon_2a, of residuals instead of values, and the gradients
 dv = eta o Y, deta = Y o r, and that of x_i x_s', which is -exp(u_{i-1} - u_s) o eta_i o Y_i o z_s summed over channels.
@@ -30,10 +30,12 @@ dv = eta o Y, deta = Y o r, and that of x_i x_s', which is -exp(u_{i-1} - u_s) o
                unsolve    Y, G                       as solve, backwards
                gradients
 
-Both solves hold S' and G', [V, K], whose products with x have them as left operands, in registers, and give tiles
-[V, 16] of which a channel's 16 tokens lie in four neighbouring threads, as long as a warp has 16 channels: the
-substitution then waits for no other warp. Narrower tiles would make no step of it shorter. Long sequences are not cut
-into parts here.
+Both solves hold S' and G', [V, K], whose products with x have them as left operands, in registers, and take each token
+of a block as a vector over channels: a thread then has all 16 tokens of a channel, and the substitution waits for none.
+A warp has some channels of a sequence to itself, and hardly ever waits for others; what products take and give crosses
+over between its threads once a block. A token's number is added to the sums h of all that are left as soon as it is
+known. A block's numbers are loaded while the memory is multiplied, its features while the block before is solved. Long
+sequences are not cut into parts here.
 
 Elements moved per token and head: solve K + 2V + gain + u + KV/C, unsolve 2K + 3V + gain + u + KV/C, within
 2K + 2V + u; gains in float32 and u count twice.
@@ -47,8 +49,8 @@ from torch import Tensor
 from . import launch, triton_channel
 from .triton_channel import (
     BLOCK,
+    BLOCK_BITS,
     MIDDLE,
-    as_product,
     beyond,
     chunk_length,
     load_all,
@@ -76,24 +78,85 @@ __all__ = ["Plan", "backward", "chunk_length", "forward", "shapes"]
 
 
 @triton.jit
-def _load(base, stride, i, channels, there, V: tl.constexpr):
-    """[BV, R] of rows of V numbers, `stride` apart, in float32."""
-    pointers = base + (i * stride)[None, :] + channels[:, None]
-    return tl.load(pointers, mask=there[None, :] & (channels < V)[:, None], other=0.0).to(tl.float32)
+def _place(V: tl.constexpr, BV: tl.constexpr):
+    """A program's number without its tile of channels, and these [BV]."""
+    tiles: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0).to(tl.int64)
+    return program // tiles, (program % tiles).to(tl.int32) * BV + tl.arange(0, BV)
+
+
+# A block's tokens, each on its own
 
 
 @triton.jit
-def _decays(u, inside, i, channels, V: tl.constexpr):
-    """Running log decays [BV, 16] from a block's start, those of the tokens before, and at its middle and end [BV, 1].
+def _quarter(tile):
+    """The 4 columns [R] of a tile [R, 4]."""
+    even, odd = tl.split(tl.reshape(tile, (tile.shape[0], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
-    u: points to the block's first row, which is `inside` rows into its chunk.
-    """
-    start = tl.load(u - V + channels, mask=(channels < V) & (inside > 0), other=0.0)[:, None]
-    at = _load(u, V, i, channels, i >= 0, V) - start
-    before = _load(u - V, V, i, channels, i + inside > 0, V) - start
-    middle = tl.load(u + MIDDLE * V + channels, mask=channels < V, other=0.0)[:, None] - start
-    end = tl.load(u + (BLOCK - 1) * V + channels, mask=channels < V, other=0.0)[:, None] - start
-    return at, before, middle, end
+
+@triton.jit
+def _apart(tile):
+    """The 16 columns [R] of a tile [R, 16]."""
+    even, odd = tl.split(tl.reshape(tile, (tile.shape[0], 8, 2)))
+    zero, two = tl.split(tl.reshape(even, (tile.shape[0], 4, 2)))
+    one, three = tl.split(tl.reshape(odd, (tile.shape[0], 4, 2)))
+    parts = _quarter(zero), _quarter(one), _quarter(two), _quarter(three)  # by number modulo 4
+    columns = ()
+    for j in tl.static_range(BLOCK):
+        columns += (parts[j % 4][j // 4],)
+    return columns
+
+
+@triton.jit
+def _together(columns, LAST: tl.constexpr = 0):
+    """The tile [R, 16] of 16 columns [R]; with LAST of 15 the last of them comes first."""
+    rows: tl.constexpr = columns[0].shape[0]
+    parts = ()
+    for j in tl.static_range(4):
+        even = tl.join(columns[j ^ LAST], columns[j + 8 ^ LAST])
+        odd = tl.join(columns[j + 4 ^ LAST], columns[j + 12 ^ LAST])
+        parts += (tl.reshape(tl.join(even, odd), (rows, 4)),)
+    even = tl.reshape(tl.join(parts[0], parts[2]), (rows, 8))
+    odd = tl.reshape(tl.join(parts[1], parts[3]), (rows, 8))
+    return tl.reshape(tl.join(even, odd), (rows, 16))
+
+
+@triton.jit
+def _rows(base, stride, channels, count, V: tl.constexpr):
+    """16 rows [BV] of V numbers, `stride` apart, in float32; 0 from row `count` on."""
+    rows = ()
+    for j in tl.static_range(BLOCK):
+        mask = (channels < V) & (j < count)
+        rows += (tl.load(base + j * stride + channels, mask=mask, other=0.0).to(tl.float32),)
+    return rows
+
+
+@triton.jit
+def _store_rows(base, stride, channels, count, rows, LAST: tl.constexpr, V: tl.constexpr):
+    for j in tl.static_range(BLOCK):
+        tl.store(base + j * stride + channels, rows[j ^ LAST], mask=(channels < V) & (j < count))
+
+
+@triton.jit
+def _numbers(base, stride, FIRST: tl.constexpr):
+    """16 numbers, `stride` apart, from number FIRST on."""
+    numbers = ()
+    for j in tl.static_range(BLOCK):
+        numbers += (tl.load(base + j * stride + FIRST),)
+    return numbers
+
+
+@triton.jit
+def _features(of, start, columns, K: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, OPERAND: tl.constexpr):
+    """[16, BK] write features `of` a sequence and head from a place on, 0 where there is none."""
+    k, previous, sequence, low, count, head, heads = of
+    i = tl.arange(0, BLOCK)
+    there = (i < count - start) & (start >= 0)
+    x = x_rows(k, previous, previous, sequence, low, start, i, head, heads, K, 1, SHIFT, CARRIED)
+    return load_rows(x, exists(start + i, there, SHIFT, CARRIED), columns, K).to(OPERAND)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -105,16 +168,13 @@ def _solve(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Residuals, and the memory that each chunk finds, of one sequence, head and tile of channels."""
-    tiles = (V + BV - 1) // BV
-    program = tl.program_id(0).to(tl.int64)
-    channels = (program % tiles).to(tl.int32) * BV + tl.arange(0, BV)
-    program = program // tiles
+    program, channels = _place(V, BV)
     sequence, head = program // heads, program % heads
     low, count = span(sequence, bounds, length, PACKED)
     number = sequence * longest
     if PACKED:
         number = tl.load(first + sequence)
-    columns, i = tl.arange(0, BK), tl.arange(0, BLOCK)
+    columns = tl.arange(0, BK)
     inside = (channels < V)[:, None] & (columns < K)[None, :]
     matrix = channels[:, None] + (columns * V)[None, :]
     s = tl.zeros([BV, BK], tl.float32)
@@ -122,30 +182,44 @@ def _solve(
         s = tl.load(memory + program * K * V + matrix, mask=inside, other=0.0)
 
     tl.store(states + (number * heads + head) * K * V + matrix, s, mask=inside & (count > 0))
+    of = k, previous, sequence, low, count, head, heads
+    ahead = _features(of, 0, columns, K, SHIFT, CARRIED, OPERAND)
     for start in range(0, count, BLOCK):
-        there = i < count - start
-        chunk = (number + start // C) * heads + head
-        row = chunk * C + start % C
-        at, before, middle, end = _decays(log_decay + row * V, start % C, i, channels, V)
+        x, following = ahead, start + BLOCK
+        row = ((number + start // C) * heads + head) * C + start % C
         token = ((low + start) * heads + head).to(tl.int64) * V
-        eta = _load(gain + token, heads * V, i, channels, there, V)
-        eta = step_of(eta, tl.load(scale + row + i)[None, :], DIRECT, CAPPED)
-        r = _load(v + token, heads * V, i, channels, there, V)
-        x = x_rows(k, previous, previous, sequence, low, start, i, head, heads, K, 1, SHIFT, CARRIED)
-        x = load_rows(x, exists(start + i, there, SHIFT, CARRIED), columns, K).to(OPERAND)
-        r -= tl.exp2(before) * tl.dot(s.to(OPERAND), tl.trans(x), input_precision=PRECISION)
-        y = tl.exp2(middle - at) * eta * r
-        coupling = tl.exp2(before - at) * eta
-        h = tl.zeros([BV, BLOCK], tl.float32)
+        u = log_decay + row * V
+        begin = tl.load(u - V + channels, mask=(channels < V) & (start % C > 0), other=0.0)
+        at = _rows(u, V, channels, BLOCK, V)
+        rates = _rows(gain + token, heads * V, channels, count - start, V)
+        values = _rows(v + token, heads * V, channels, count - start, V)
+        scales = _numbers(scale + row, 1, 0)
+        products = gram + row * BLOCK  # two of each row are loaded at once: the others then lie in cache
+        half, last = _numbers(products, BLOCK, 7), _numbers(products, BLOCK, 15)
+        found = _apart(tl.dot(s.to(OPERAND), tl.trans(x), input_precision=PRECISION))
+        ahead = _features(of, following, columns, K, SHIFT, CARRIED, OPERAND)
+        middle = at[MIDDLE]
+        to_middle, to_end = tl.exp2(middle - begin), tl.exp2(at[BLOCK - 1] - middle)
+        h = ()  # of the tokens that are left
         for j in tl.static_range(BLOCK):
-            now = tl.sum(tl.where((i == j)[None, :], y - coupling * h, 0.0), 1)
-            h += now[:, None] * tl.load(gram + (row + j) * BLOCK + i, mask=i > j, other=0.0)[None, :]
-        r -= tl.exp2(before - middle) * h
-        pointers = residuals + token + (i * (heads * V))[None, :] + channels[:, None]
-        tl.store(pointers, r, mask=there[None, :] & (channels < V)[:, None])
-        z = (tl.exp2(end - at) * eta * r).to(OPERAND)
-        s = tl.dot(z, x, s * tl.exp2(end), input_precision=PRECISION)
-        following = start + BLOCK
+            h += (to_middle * found[j],)
+        before, r, y = begin, (), ()
+        for i in tl.static_range(BLOCK):
+            r += (values[i] - tl.exp2(before - middle) * h[0],)
+            y += (tl.exp2(middle - at[i]) * step_of(rates[i], scales[i], DIRECT, CAPPED) * r[i],)
+            left = ()
+            for j in tl.static_range(i + 1, BLOCK):
+                if j == 7:
+                    product = half[i]
+                elif j == 15:
+                    product = last[i]
+                else:
+                    product = tl.load(products + i * BLOCK + j)
+                left += (h[j - i] + product * y[i],)
+            h, before = left, at[i]
+        _store_rows(residuals + token, heads * V, channels, count - start, r, 0, V)
+        z = (to_end[:, None] * _together(y)).to(OPERAND)
+        s = tl.dot(z, x, s * (to_middle * to_end)[:, None], input_precision=PRECISION)
         if (following % C == 0) & (following < count):
             tl.store(states + ((number + following // C) * heads + head) * K * V + matrix, s, mask=inside)
     if FINAL:
@@ -159,10 +233,7 @@ def _within(
     LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What reads of a block's writes in the block ask of them, of one chunk, head and tile of channels."""
-    tiles: tl.constexpr = (V + BV - 1) // BV
-    program = tl.program_id(0).to(tl.int64)
-    channels = (program % tiles).to(tl.int32) * BV + tl.arange(0, BV)
-    program = program // tiles
+    program, channels = _place(V, BV)
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
@@ -180,12 +251,12 @@ def _within(
         scores = tl.dot(x, tl.trans(queries), scores, input_precision=PRECISION)
     wide, below = ((low + start) * heads + head) * V, row * (heads * V)
     middle = middles(u, tl.arange(0, C // BLOCK) * BLOCK, channels, V)
-    decays = beyond(as_product(load_all((u, row * V), channels, V)), middle)
+    decays = beyond(load_all((u, row * V), channels, V), middle)
     read = decays
     if LAG > 0:
-        read = beyond(as_product(load_tile((u - V, row * V), row > 0, channels, V)), middle)
-    out = as_product(load_tile((grad_output + wide, below), there, channels, V))
-    seen = tl.where(paired(row[None, :], row[:, None], LAG), scores, 0.0).to(OPERAND)
+        read = beyond(load_tile((u - V, row * V), row > 0, channels, V), middle)
+    out = load_tile((grad_output + wide, below), there, channels, V).to(tl.float32)
+    seen = tl.where(paired(row[None, :], row[:, None], BLOCK_BITS, LAG), scores, 0.0).to(OPERAND)
     of_z = tl.exp2(-decays) * tl.dot(seen, (tl.exp2(read) * out).to(OPERAND), input_precision=PRECISION)
     store_tile((grad_z + wide, below), of_z, there, channels, V)
 
@@ -200,16 +271,13 @@ def _unsolve(
 ):  # fmt: skip
     """Y, in the place of what `_within` left, and G of what each chunk leaves, backwards through one sequence and head,
     for a tile of channels."""
-    tiles = (V + BV - 1) // BV
-    program = tl.program_id(0).to(tl.int64)
-    channels = (program % tiles).to(tl.int32) * BV + tl.arange(0, BV)
-    program = program // tiles
+    program, channels = _place(V, BV)
     sequence, head = program // heads, program % heads
     low, count = span(sequence, bounds, length, PACKED)
     number = sequence * longest
     if PACKED:
         number = tl.load(first + sequence)
-    columns, i = tl.arange(0, BK), tl.arange(0, BLOCK)
+    columns = tl.arange(0, BK)
     inside = (channels < V)[:, None] & (columns < K)[None, :]
     matrix = channels[:, None] + (columns * V)[None, :]
     g = tl.zeros([BV, BK], tl.float32)
@@ -219,36 +287,54 @@ def _unsolve(
     blocks = (count + BLOCK - 1) // BLOCK
     last = (number + (count - 1) // C) * heads + head
     tl.store(grad_states + last * K * V + matrix, g, mask=inside & (count > 0))
+    start = (blocks - 1) * BLOCK
+    of, of_q = (k, previous, sequence, low, count, head, heads), (q, q, sequence, low, count, head, heads)
+    ahead = _features(of, start, columns, K, SHIFT, CARRIED, OPERAND)
     for back in range(0, blocks):
         start = (blocks - 1 - back) * BLOCK
-        there = i < count - start
+        x, following = ahead, start - BLOCK
         chunk = (number + start // C) * heads + head
         row = chunk * C + start % C
-        at, before, middle, end = _decays(log_decay + row * V, start % C, i, channels, V)
         token = ((low + start) * heads + head).to(tl.int64) * V
-        eta = _load(gain + token, heads * V, i, channels, there, V)
-        eta = step_of(eta, tl.load(scale + row + i)[None, :], DIRECT, CAPPED)
-        out = _load(grad_output + token, heads * V, i, channels, there, V)
-        of_z = _load(grad_z + token, heads * V, i, channels, there, V)
-        x = x_rows(k, previous, previous, sequence, low, start, i, head, heads, K, 1, SHIFT, CARRIED)
-        x = load_rows(x, exists(start + i, there, SHIFT, CARRIED), columns, K).to(OPERAND)
-        queries = load_rows(token_rows(q, low + start, i, head, heads, K), there, columns, K).to(OPERAND)
-        of_z += tl.exp2(end - at) * tl.dot(g.to(OPERAND), tl.trans(x), input_precision=PRECISION)
-        w = tl.exp2(before - middle) * eta * of_z
-        coupling = tl.exp2(before - at) * eta
-        h = tl.zeros([BV, BLOCK], tl.float32)
-        for j in tl.static_range(BLOCK - 1, -1, -1):
-            now = tl.sum(tl.where((i == j)[None, :], w - coupling * h, 0.0), 1)
-            h += now[:, None] * tl.load(gram + (row + j) * BLOCK + i, mask=i < j, other=0.0)[None, :]
-        of_z -= tl.exp2(middle - at) * h
-        pointers = grad_z + token + (i * (heads * V))[None, :] + channels[:, None]
-        tl.store(pointers, of_z, mask=there[None, :] & (channels < V)[:, None])
-        if LAG == 0:
-            out *= tl.exp2(at)
-        else:
-            out *= tl.exp2(before)
-        g = tl.dot(out.to(OPERAND), queries, g * tl.exp2(end), input_precision=PRECISION)
-        g = tl.dot((-tl.exp2(before) * eta * of_z).to(OPERAND), x, g, input_precision=PRECISION)
+        u = log_decay + row * V
+        begin = tl.load(u - V + channels, mask=(channels < V) & (start % C > 0), other=0.0)
+        at = _rows(u, V, channels, BLOCK, V)
+        rates = _rows(gain + token, heads * V, channels, count - start, V)
+        out = _rows(grad_output + token, heads * V, channels, count - start, V)
+        asked = _rows(grad_z + token, heads * V, channels, count - start, V)
+        scales = _numbers(scale + row, 1, 0)
+        products = gram + row * BLOCK  # two of each row are loaded at once: the others then lie in cache
+        none, half = _numbers(products, BLOCK, 0), _numbers(products, BLOCK, 8)
+        found = _apart(tl.dot(g.to(OPERAND), tl.trans(x), input_precision=PRECISION))
+        ahead = _features(of, following, columns, K, SHIFT, CARRIED, OPERAND)
+        queries = _features(of_q, start, columns, K, 0, True, OPERAND)
+        middle = at[MIDDLE]
+        to_middle, to_end = tl.exp2(middle - begin), tl.exp2(at[BLOCK - 1] - middle)
+        h = ()  # of the tokens that are left
+        for j in tl.static_range(BLOCK):
+            h += (to_end * found[j],)
+        after, of_z, w, read = to_end, (), (), ()  # from the last token on
+        for i in tl.static_range(BLOCK - 1, -1, -1):
+            before = tl.exp2((at[i - 1] if i > 0 else begin) - middle)
+            now = asked[i] + tl.exp2(middle - at[i]) * h[i]
+            of_z += (now,)
+            now = before * step_of(rates[i], scales[i], DIRECT, CAPPED) * now
+            w += (now,)
+            left = ()
+            for j in tl.static_range(i):
+                if j == 0:
+                    product = none[i]
+                elif j == 8:
+                    product = half[i]
+                else:
+                    product = tl.load(products + i * BLOCK + j)
+                left += (h[j] - product * now,)
+            read += ((before if LAG > 0 else after) * out[i],)
+            h, after = left, before
+        _store_rows(grad_z + token, heads * V, channels, count - start, of_z, 15, V)
+        g = g * (to_middle * to_end)[:, None]
+        g = tl.dot((to_middle[:, None] * _together(read, 15)).to(OPERAND), queries, g, input_precision=PRECISION)
+        g = tl.dot((-to_middle[:, None] * _together(w, 15)).to(OPERAND), x, g, input_precision=PRECISION)
         if (start % C == 0) & (start > 0):
             tl.store(grad_states + (chunk - heads) * K * V + matrix, g, mask=inside)
     if CARRIED:
