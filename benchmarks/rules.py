@@ -191,7 +191,7 @@ def worker(work: str, shape_name: str, folder: Path) -> None:
 # what `_local` makes, and 29 x 4 rows are solved.
 PAIRS, MEMORIES = 32 / 29, 64 / 29
 ADDITIVE = {"_forward": (1, 0, 0), "_pass": (4, 1, 0), "_reverse_pass": (2, 1, 0), "_chunk_backward": (7, 2, 0)}
-CHANNEL = {"_rates": (5, 0, 0), "_read": (8, 1, 0), "_channel_gradients": (11, 2, 0), "_key_gradients": (10, 2, 0)}
+CHANNEL = {"_rates": (5, 0, 0), "_read": (8, 1, 0), "_channel_gradients": (13, 2, 0), "_key_gradients": (6, 2, 0)}
 MOVED: dict[str, dict[str, tuple[float, float, float]]] = {
     "falcon_1a": ADDITIVE,
     "falcon_3a": ADDITIVE,
@@ -212,8 +212,8 @@ MOVED: dict[str, dict[str, tuple[float, float, float]]] = {
         "_solve": (7, 1, 1 / 4),
         "_within": (6, 0, 0),
         "_unsolve": (9, 1, 1 / 4),
-        "_channel_gradients": (13, 2, 0),
-        "_key_gradients": (11, 2, 0),
+        "_channel_gradients": (16, 2, 0),
+        "_key_gradients": (7, 2, 0),
     },
     "falcon_3": {
         "_forward": (1, 0, 0),
