@@ -146,31 +146,6 @@ def _top(gram, W: tl.constexpr):
     return value, unit
 
 
-@triton.jit
-def window_gradients(top, behind, at, windowed, row, grad_energy, W: tl.constexpr, SMOOTHNESS: tl.constexpr):
-    """D_l, a tuple of W vectors [R]; of the trace only D_0.
-
-    top: eigenvectors that the forward left, a component `behind` the other, of the windows `at`. grad_energy: [R] by
-    token, of what is summed over its window, 0 where none; all windows that hold a row's pair lie in the tile.
-    """
-    if SMOOTHNESS == 0:
-        total = grad_energy
-        for a in tl.static_range(1, W):
-            total += moved(grad_energy, -a, row)
-        return (total,)
-    else:
-        unit = ()
-        for a in tl.static_range(W):
-            unit += (tl.load(top + a * behind + at, mask=windowed, other=0.0),)
-        band = ()
-        for lag in tl.static_range(W):
-            total = grad_energy * (unit[0] * unit[lag])
-            for a in tl.static_range(1, W - lag):
-                total += moved(grad_energy * (unit[a] * unit[a + lag]), -a, row)
-            band += (total,)
-        return band
-
-
 # In one tile
 
 

@@ -106,7 +106,7 @@ from .triton_regression import (
     _turned,
 )
 from .triton_schedule import Call, Gradients, Kept, Options, Shape, pair_exists, step_gradients, window_size
-from .triton_smoothness import ROWS, SMOOTHNESS, bound_gradients, window_gradients, window_rows
+from .triton_smoothness import ROWS, SMOOTHNESS, bound_gradients, window_rows
 
 HALF = tl.constexpr(32)
 LARGEST_WINDOW = 16
@@ -605,20 +605,54 @@ def _residuals(
             found = _exact(residual, tl.trans(gram), found * tl.exp2((ec - bc) + (ef - bf)), OPERAND)
 
 
+@triton.jit
+def _or_edge(rows, edge, program, start, e, W: tl.constexpr, WIDTH: tl.constexpr):
+    """`rows`, or for pairs of the chunk before pointers to what is left for `_collect` to add to them."""
+    return tl.where((start > 0) & (e < W - 1), _rows_of(edge, program, e, W - 1, WIDTH), rows)
+
+
+@triton.jit
+def _part_rows(
+    grad_k, grad_previous, grad_tail_x, edge_x, program, sequence, low, start, head, heads, e,
+    K: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+):  # fmt: skip
+    """Pointers to a chunk's parts of dX: where the keys lie, or the edge."""
+    pair = e - (W - 1)
+    rows = x_rows(grad_k, grad_previous, grad_tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
+    return _or_edge(rows, edge_x, program, start, e, W, K)
+
+
+@triton.jit
+def _of_energies(top, places, e, windowed, given, W: tl.constexpr, SMOOTHNESS: tl.constexpr, OPERAND: tl.constexpr):
+    """[HALF, HALF] D, what windows with the gradients `given` [HALF] of their sums' eigenvalues, or traces, ask of their
+    pairs: by pair, 2 D X. `top` points to the chunk's eigenvectors."""
+    place = e[None, :] - e[:, None]  # of the pairs, in the columns, in the windows of the tokens
+    inside = (place >= 0) & (place < W)
+    if SMOOTHNESS == 0:
+        total = tl.sum(tl.where(inside, given[:, None], 0.0), 0)
+        return tl.where(e[:, None] == e[None, :], total[None, :], 0.0)
+    else:
+        unit = tl.load(top + place.to(tl.int64) * places + e[:, None], mask=inside & windowed[:, None], other=0.0)
+        return _exact(tl.trans(unit * given[:, None]), unit, tl.zeros(inside.shape, tl.float32), OPERAND)
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def _gradients(
     q, k, gain, ridge, previous, previous_valid, tail_x, tail_valid, lengths, weight, log_decay, energy, states,
-    grad_output, grad_states, y, rho, sums, scales, grad_q, grad_gain, grad_ridge, grad_energy, part_x,
+    top, grad_output, grad_states, y, rho, sums, scales, grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_energy,
+    grad_previous, grad_tail_x, grad_tail_v, edge_x, edge_v,
     bounds, first, owner, length, longest, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, LAG: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, DETACH: tl.constexpr,
-    EPSILON: tl.constexpr, FLOOR: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    EPSILON: tl.constexpr, FLOOR: tl.constexpr, SMOOTHNESS: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one chunk of one head: of q, gain and ridge, of the windows' sums behind the energies, [chunks, H,
-    TILE], and the chunk's part of dX but for these, [chunks, H, E, K].
+    """Gradients of one chunk of one head: of q, gain and ridge, and the chunk's parts of dX, where their keys lie, and
+    of dV. Parts of the W - 1 pairs of the chunk before go to edges [chunks, H, W - 1, .]. Where energies are bounds, the
+    gradients of windows' sums, [chunks, H, TILE], are left for `_add_bound`.
 
-    The part of dV is left in the first E rows of Y, -J' Diag(w exp(u_{t-1})) Y behind it, and M_C in those of rho.
+    -J' Diag(w exp(u_{t-1})) Y is left in rows of Y, and M_C in those of rho.
     """
     program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * TILE, log_decay + program * TILE
@@ -630,6 +664,10 @@ def _gradients(
     e = tl.arange(0, HALF)
     x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
     here = (e < C) & (start + e < count)
+    paired = start + e - (W - 1) < count
+    v_into = v_rows(grad_v, grad_tail_v, sequence, low, start, e - (W - 1), head, heads, V, W, CARRIED)
+    v_into = _or_edge(v_into, edge_v, program, start, e, W, V)
+    valued = exists(start + e - (W - 1), paired, 0, CARRIED)
     given_at = token_rows(grad_output, low + start, e, head, heads, V)
     end_c, end_f = _at_end(log_decay, places, C, OPERAND)
     middle = tl.minimum(e - W // 2, C - 1)
@@ -681,8 +719,8 @@ def _gradients(
             lost -= solution * (eta * tl.exp2(tc + tf))[:, None]
         made *= tl.exp2((end_c - mc) + (end_f - mf))[:, None]
         tl.debug_barrier()
-        store_rows(_rows_of(y, program, e, SPACE, V), dv, e >= 0, columns, V)
-        store_rows(_rows_of(y, program, HALF + e, SPACE, V), lost, e >= 0, columns, V)
+        store_rows(v_into, dv, valued, columns, V)
+        store_rows(_rows_of(y, program, e, SPACE, V), lost, e >= 0, columns, V)
         store_rows(_rows_of(rho, program, e, SPACE, V), made, e >= 0, columns, V)
     tl.debug_barrier()
 
@@ -691,10 +729,14 @@ def _gradients(
     dp *= _pairwise(rc[:, None], rf[:, None], mc[None, :], mf[None, :], ahead > LAG - W)
     at_end = tl.exp2(end_c + end_f)
     q_at = token_rows(q, low + start, e, head, heads, K)
-    of_read, of_written = tl.trans(dp).to(OPERAND), (df + tl.trans(df)).to(OPERAND)
+    of_read = tl.trans(dp).to(OPERAND)
+    into = _part_rows(
+        grad_k, grad_previous, grad_tail_x, edge_x, program, sequence, low, start, head, heads, e, K, W, SHIFT, CARRIED
+    )
     kept = 0.0
     read = tl.zeros([HALF], tl.float32)
     alike = tl.zeros([HALF, HALF], tl.float32)
+    dx = tl.zeros([HALF, BK], tl.float32)
     for beginning in range(0, K, BK):
         kk = beginning + tl.arange(0, BK)
         dq = tl.zeros([HALF, BK], tl.float32)
@@ -709,7 +751,7 @@ def _gradients(
             dq = tl.dot(given, s, dq, input_precision=PRECISION)
             made = load_rows(_rows_of(rho, program, e, SPACE, V), e >= 0, columns, V)
             left = tl.dot(made, g, left, input_precision=PRECISION)
-            lost = load_rows(_rows_of(y, program, HALF + e, SPACE, V), e >= 0, columns, V)
+            lost = load_rows(_rows_of(y, program, e, SPACE, V), e >= 0, columns, V)
             dx = tl.dot(lost, s, dx, input_precision=PRECISION)
         x = load_rows(x_at, there, kk, K).to(OPERAND)
         kept += _product(x, left)
@@ -719,9 +761,9 @@ def _gradients(
         alike = _gram(query, x, alike)
         dq = tl.dot(dp.to(OPERAND), x, dq, input_precision=PRECISION)
         store_rows(token_rows(grad_q, low + start, e, head, heads, K), dq, here, kk, K)
-        dx = tl.dot(of_written, x, dx + left, input_precision=PRECISION)
-        dx = tl.dot(of_read, query, dx, input_precision=PRECISION)
-        store_rows(_rows_of(part_x, program, e, HALF, K), dx, e >= 0, kk, K)
+        dx = tl.dot(of_read, query, dx + left, input_precision=PRECISION)
+        if K > BK:  # until what the energies ask for is known
+            store_rows(into, dx, there, kk, K)
     read += tl.sum(dp * alike, 1)
     for slot in tl.static_range(W):
         of_values += tl.load(sums + (program * W + slot) * TILE + e, mask=here, other=0.0)
@@ -751,7 +793,24 @@ def _gradients(
     tl.store(grad_gain + row, of_gain, mask=here)
     if RIDGE > 0:
         tl.store(grad_ridge + row, of_ridge, mask=here)
-    tl.store(grad_energy + program * TILE + e, of_energy / size, mask=here)
+    of_written = df + tl.trans(df)
+    if SMOOTHNESS == 2:
+        tl.store(grad_energy + program * TILE + e, of_energy / size, mask=here)
+    else:
+        given = tl.where(here, of_energy / size, 0.0)
+        of_written += 2.0 * _of_energies(top + program * TILE, places, e, here, given, W, SMOOTHNESS, OPERAND)
+    of_written = of_written.to(OPERAND)
+    if K > BK:
+        tl.debug_barrier()
+    for beginning in range(0, K, BK):
+        kk = beginning + tl.arange(0, BK)
+        if K > BK:
+            dx = load_rows(into, there, kk, K).to(tl.float32)
+        x = load_rows(x_at, there, kk, K).to(OPERAND)
+        store_rows(into, tl.dot(of_written, x, dx, input_precision=PRECISION), there, kk, K)
+        if SHIFT:  # the last key is a write feature of the next call, through the state
+            last = grad_k + ((low + count - 1) * heads + head) * K
+            tl.store(last + kk, tl.zeros([BK], grad_k.dtype.element_ty), mask=(kk < K) & (start + C >= count))
 
 
 @triton.jit
@@ -767,7 +826,8 @@ def _fold(i, pair, tile, W: tl.constexpr, OPERAND: tl.constexpr):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _add_bound(
-    k, previous, tail_x, grad_energy, part_x, bounds, first, owner, length, longest, heads,
+    k, previous, tail_x, grad_energy, grad_k, grad_previous, grad_tail_x, edge_x,
+    bounds, first, owner, length, longest, heads,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr,
     CARRIED: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
@@ -778,7 +838,11 @@ def _add_bound(
     if start >= count:
         return
     i = tl.arange(0, ROWS)
-    at = _rows_of(part_x, program, i, HALF, K)
+    at = _part_rows(
+        grad_k, grad_previous, grad_tail_x, edge_x, program, sequence, low, start, head, heads, i, K, W, SHIFT, CARRIED
+    )
+    place = start + i - (W - 1)
+    there = exists(place, (i < HALF) & (place < count), SHIFT, CARRIED)
     for begin in range(0, C, ROWS // W):
         step = begin + i // W
         pair = step + i % W - (W - 1)
@@ -793,79 +857,43 @@ def _add_bound(
                 k, previous, tail_x, sequence, low, count, start, pair, head, heads, kk, K, W, SHIFT, CARRIED
             )
             part = _fold(i, pair, tl.dot(left, x, input_precision="tf32x3"), W, OPERAND)
-            part += load_rows(at, i < HALF, kk, K).to(tl.float32)
+            part += load_rows(at, there, kk, K).to(tl.float32)
             tl.debug_barrier()
-            store_rows(at, part, i < HALF, kk, K)
+            store_rows(at, part, there, kk, K)
         tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _collect(
-    k, previous, tail_x, top, grad_energy, part_x, part_v, grad_k, grad_v, grad_previous, grad_tail_x, grad_tail_v,
-    bounds, first, owner, length, longest, heads, places,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
-    W: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, PACKED: tl.constexpr,
-    SMOOTHNESS: tl.constexpr, REACH: tl.constexpr,
+    grad_k, grad_v, edge_x, edge_v, bounds, first, owner, length, longest, heads,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    REACH: tl.constexpr, SHIFT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the write features, where their keys lie, and values of a chunk: the parts of all chunks whose
-    windows hold them, and what the windows' energies ask for where these are no bounds. The first chunk has the tail's.
+    """Adds to dX and dV of the last W - 1 pairs before a chunk the chunk's parts of them: a pair is in the windows of
+    two chunks at most, W - 1 being less than C.
 
-    REACH: rows of a tile, the pair r - (W - 1) in the row r, with all windows that hold one of the chunk's own.
+    REACH: rows of a tile.
     """
     program = tl.program_id(0).to(tl.int64)
-    number, head = program // heads, program % heads
-    sequence, low, count, start = chunk_of(number, bounds, first, owner, length, longest, C, PACKED)
-    if start >= count:
+    head = program % heads
+    _, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if (start == 0) | (start >= count):
         return
-    row = tl.arange(0, REACH)
-    pair = row - (W - 1)
-    own = (pair < C) & (start + pair < count)
-    own = own & ((pair >= 0) | (start == 0)) if CARRIED else own & (pair >= 0)
-
-    if SMOOTHNESS < 2:
-        windowed = (row < C + W - 1) & (start + row < count)
-        at = ((number + row // C) * heads + head) * TILE + row % C
-        given = tl.load(grad_energy + at, mask=windowed, other=0.0)
-        band = window_gradients(top, places, at, windowed, row, given, W, SMOOTHNESS)
-    into = x_rows(grad_k, grad_previous, grad_tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
-    there = exists(start + pair, own, SHIFT, CARRIED)
+    e = tl.arange(0, REACH)
+    pair = e - (W - 1)
+    there = e < W - 1
+    into = token_rows(grad_k, low + start - SHIFT, pair, head, heads, K)
     for begin in range(0, K, BK):
         columns = begin + tl.arange(0, BK)
-        total = tl.zeros([REACH, BK], tl.float32)
-        if SMOOTHNESS < 2:
-            x = window_rows(
-                k, previous, tail_x, sequence, low, count, start, pair, head, heads, columns, K, W, SHIFT, CARRIED
-            )
-            total += band[0][:, None] * x
-        if SMOOTHNESS == 1:
-            for lag in tl.static_range(1, W):
-                later = window_rows(
-                    k, previous, tail_x, sequence, low, count, start, pair + lag, head, heads, columns, K, W, SHIFT,
-                    CARRIED,
-                )  # fmt: skip
-                earlier = window_rows(
-                    k, previous, tail_x, sequence, low, count, start, pair - lag, head, heads, columns, K, W, SHIFT,
-                    CARRIED,
-                )  # fmt: skip
-                total += band[lag][:, None] * later + moved(band[lag], -lag, row)[:, None] * earlier
-        total *= 2.0
-        for after in tl.static_range((C + W - 2) // C + 1):
-            inside = there & (row >= after * C) & (start + after * C < count)
-            part = _rows_of(part_x, program + after * heads, row - after * C, HALF, K)
-            total += load_rows(part, inside, columns, K).to(tl.float32)
+        total = load_rows(into, there, columns, K).to(tl.float32)
+        total += load_rows(_rows_of(edge_x, program, e, W - 1, K), there, columns, K).to(tl.float32)
         store_rows(into, total, there, columns, K)
-        if SHIFT:  # the last key is a write feature of the next call, through the state
-            last = grad_k + ((low + count - 1) * heads + head) * K
-            tl.store(last + columns, tl.zeros([BK], grad_k.dtype.element_ty), mask=(columns < K) & (start + C >= count))
-    into = v_rows(grad_v, grad_tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
+    into = token_rows(grad_v, low + start, pair, head, heads, V)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
-        total = tl.zeros([REACH, BV], tl.float32)
-        for after in tl.static_range((C + W - 2) // C + 1):
-            inside = own & (row >= after * C) & (start + after * C < count)
-            part = _rows_of(part_v, program + after * heads, row - after * C, SPACE, V)
-            total += load_rows(part, inside, columns, V).to(tl.float32)
-        store_rows(into, total, own, columns, V)
+        total = load_rows(into, there, columns, V).to(tl.float32)
+        total += load_rows(_rows_of(edge_v, program, e, W - 1, V), there, columns, V).to(tl.float32)
+        store_rows(into, total, there, columns, V)
 
 
 # Launches
@@ -902,7 +930,7 @@ class Plan:
         space = max(layout.chunk * window, 2 * pairs)
         self.solved = (chunks, space, value_dim)
         self.lost, self.made = ((layout.chunks, heads, layout.chunk + pairs, width) for width in (key_dim, value_dim))
-        self.part_x = (chunks, pairs, key_dim)
+        self.edge_x, self.edge_v = ((chunks, window - 1, width) for width in (key_dim, value_dim))
         self.by_token = (chunks, pairs)
         self.by_place = (chunks, window, pairs)
         self.exact = options.smoothness == SMOOTHNESS["exact"]
@@ -920,7 +948,7 @@ class Plan:
             # float16 inputs are multiplied as tf32: as precise, without the overflow of what comes from the memory
             "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
             "MASKED": masked, "SMOOTHNESS": options.smoothness,
-            "REACH": triton.next_power_of_2(layout.chunk + 2 * (window - 1)),
+            "REACH": triton.next_power_of_2(window - 1),
         } | options.constants()  # fmt: skip
 
         def launcher(kernel, programs, config, tiles, *flags):
@@ -980,23 +1008,21 @@ def backward(
         k, previous, tail_x, log_decay, lost, grad_output, grad_final, grad_states, into.memory, *tables[:2],
         *plan.numbers, flags=(grad_final is not None,),
     )  # fmt: skip
-    y, rho, part_x = empty(plan.solved), empty(plan.solved), empty(plan.part_x)
+    y, rho = empty(plan.solved), empty(plan.solved)
+    edge_x, edge_v = empty(plan.edge_x, k.dtype), empty(plan.edge_v, v.dtype)
     sums, scales = (empty(plan.by_place, torch.float32) for _ in range(2))
     plan.adjoint(
         q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, *tables,
         *plan.numbers,
     )  # fmt: skip
     plan.residuals(k, v, previous, tail_x, tail_v, weight, log_decay, states, rho, *tables, *plan.numbers)
-    grad_energy = empty(plan.by_token, torch.float32)
+    grad_energy = empty(plan.by_token, torch.float32) if plan.add_bound is not None else None
+    keys = into.before.previous_key, into.before.tail_x
     plan.gradients(
         q, k, call.gain, call.ridge, previous, previous_valid, tail_x, tail_valid, call.lengths, weight, log_decay,
-        energy, states, grad_output, grad_states, y, rho, sums, scales, into.q, into.gain, into.ridge, grad_energy,
-        part_x, *tables, *plan.numbers,
+        energy, states, top, grad_output, grad_states, y, rho, sums, scales, into.q, into.k, into.v, into.gain,
+        into.ridge, grad_energy, *keys, into.before.tail_v, edge_x, edge_v, *tables, *plan.numbers,
     )  # fmt: skip
-    del rho
     if plan.add_bound is not None:
-        plan.add_bound(k, previous, tail_x, grad_energy, part_x, *tables, *plan.across)
-    plan.collect(
-        k, previous, tail_x, top, grad_energy, part_x, y, into.k, into.v, into.before.previous_key,
-        into.before.tail_x, into.before.tail_v, *tables, *plan.numbers,
-    )  # fmt: skip
+        plan.add_bound(k, previous, tail_x, grad_energy, into.k, *keys, edge_x, *tables, *plan.across)
+    plan.collect(into.k, into.v, edge_x, edge_v, *tables, *plan.across)
