@@ -623,17 +623,21 @@ def _part_rows(
 
 
 @triton.jit
-def _of_energies(top, places, e, windowed, given, W: tl.constexpr, SMOOTHNESS: tl.constexpr, OPERAND: tl.constexpr):
-    """[HALF, HALF] D, what windows with the gradients `given` [HALF] of their sums' eigenvalues, or traces, ask of their
-    pairs: by pair, 2 D X. `top` points to the chunk's eigenvectors."""
-    place = e[None, :] - e[:, None]  # of the pairs, in the columns, in the windows of the tokens
-    inside = (place >= 0) & (place < W)
+def _units(top, places, e, windowed, W: tl.constexpr):
+    """[HALF, HALF] by token and pair the top eigenvectors of windows, those of a chunk being at `top`."""
+    place = e[None, :] - e[:, None]
+    there = (place >= 0) & (place < W) & windowed[:, None]
+    return tl.load(top + place.to(tl.int64) * places + e[:, None], mask=there, other=0.0)
+
+
+@triton.jit
+def _of_energies(unit, e, given, SMOOTHNESS: tl.constexpr, OPERAND: tl.constexpr):
+    """[HALF, HALF] by pair D, where windows with the gradients `given` [HALF] of the eigenvalues, or traces, of their
+    sums ask for 2 D X."""
     if SMOOTHNESS == 0:
-        total = tl.sum(tl.where(inside, given[:, None], 0.0), 0)
-        return tl.where(e[:, None] == e[None, :], total[None, :], 0.0)
+        return tl.where(e[:, None] == e[None, :], tl.sum(unit * given[:, None], 0)[None, :], 0.0)
     else:
-        unit = tl.load(top + place.to(tl.int64) * places + e[:, None], mask=inside & windowed[:, None], other=0.0)
-        return _exact(tl.trans(unit * given[:, None]), unit, tl.zeros(inside.shape, tl.float32), OPERAND)
+        return _exact(tl.trans(unit * given[:, None]), unit, tl.zeros(unit.shape, tl.float32), OPERAND)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -652,7 +656,7 @@ def _gradients(
     of dV. Parts of the W - 1 pairs of the chunk before go to edges [chunks, H, W - 1, .]. Where energies are bounds, the
     gradients of windows' sums, [chunks, H, TILE], are left for `_add_bound`.
 
-    -J' Diag(w exp(u_{t-1})) Y is left in rows of Y, and M_C in those of rho.
+    With several tiles of values, -J' Diag(w exp(u_{t-1})) Y is left in rows of Y, and M_C in those of rho.
     """
     program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * TILE, log_decay + program * TILE
@@ -684,6 +688,8 @@ def _gradients(
     of_values = tl.zeros([HALF], tl.float32)
     of_weight = tl.zeros([HALF], tl.float32)
     ahead = e[:, None] - e[None, :]
+    made = tl.zeros([HALF, BV], OPERAND)
+    lost = tl.zeros([HALF, BV], OPERAND)
     for tile in range(0, (V + BV - 1) // BV):
         columns = tile * BV + tl.arange(0, BV)
         given = load_rows(given_at, here, columns, V).to(OPERAND)
@@ -691,7 +697,7 @@ def _gradients(
             token, writes = _writers(e, slot, start, count, C)
             solution = load_rows(_slot_rows(y, program, slot, token, C, SPACE, V), writes, columns, V)
             coupled = tl.zeros([HALF, HALF], tl.float32)
-            for other in range(W):
+            for other in tl.range(W, num_stages=3):  # nothing in it is written here
                 earlier, written = _writers(e, other, start, count, C)
                 residual = load_rows(_slot_rows(rho, program, other, earlier, C, SPACE, V), written, columns, V)
                 within = tl.dot(solution, tl.trans(residual), input_precision=PRECISION)
@@ -704,26 +710,49 @@ def _gradients(
             read = tl.dot(given, tl.trans(residual), input_precision=PRECISION)
             read *= tl.load(scales + slot * HALF + e)[None, :]
             dp += tl.where(ahead >= LAG - slot, read, 0.0)
-        made = tl.zeros([HALF, BV], tl.float32)
-        dv = tl.zeros([HALF, BV], tl.float32)
-        lost = tl.zeros([HALF, BV], tl.float32)
-        for slot in range(W):
+        of_end = tl.zeros([HALF, BV], tl.float32)
+        of_value = tl.zeros([HALF, BV], tl.float32)
+        of_found = tl.zeros([HALF, BV], tl.float32)
+        for slot in tl.range(W, loop_unroll_factor=2):
             token, writes = _writers(e, slot, start, count, C)
             solution = load_rows(_slot_rows(y, program, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
             residual = load_rows(_slot_rows(rho, program, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
             eta = tl.load(weight + token, mask=writes, other=0.0)
             tc, tf = _u(log_decay, places, token - 1, OPERAND)
             of_weight += moved(tl.sum(solution * residual, 1), slot, e)
-            made += residual * tl.load(scales + slot * HALF + e)[:, None]
-            dv += solution * eta[:, None]
-            lost -= solution * (eta * tl.exp2(tc + tf))[:, None]
-        made *= tl.exp2((end_c - mc) + (end_f - mf))[:, None]
+            of_end += residual * tl.load(scales + slot * HALF + e)[:, None]
+            of_value += solution * eta[:, None]
+            of_found -= solution * (eta * tl.exp2(tc + tf))[:, None]
+        store_rows(v_into, of_value, valued, columns, V)
+        made = (of_end * tl.exp2((end_c - mc) + (end_f - mf))[:, None]).to(OPERAND)
+        lost = of_found.to(OPERAND)
+        if V > BV:
+            tl.debug_barrier()
+            store_rows(_rows_of(y, program, e, SPACE, V), lost, e >= 0, columns, V)
+            store_rows(_rows_of(rho, program, e, SPACE, V), made, e >= 0, columns, V)
+    if V > BV:
         tl.debug_barrier()
-        store_rows(v_into, dv, valued, columns, V)
-        store_rows(_rows_of(y, program, e, SPACE, V), lost, e >= 0, columns, V)
-        store_rows(_rows_of(rho, program, e, SPACE, V), made, e >= 0, columns, V)
-    tl.debug_barrier()
 
+    # All that is loaded from here on, but for tiles of K and V, is asked for at once.
+    for slot in tl.static_range(W):
+        of_values += tl.load(sums + (program * W + slot) * TILE + e, mask=here, other=0.0)
+    real = count
+    if MASKED:
+        real = tl.load(lengths + sequence).to(tl.int32)
+    place = start + e
+    row = (low + place) * heads + head
+    active = pair_exists(place, real, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED) & here
+    size = window_size(place, real, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
+    beta = tl.load(gain + row, mask=active, other=0.0).to(tl.float32)
+    coefficient = tl.zeros([HALF], tl.float32)
+    if RIDGE > 0:
+        coefficient = tl.load(ridge + row, mask=active, other=0.0).to(tl.float32)
+    statistic = tl.load(energy + program * TILE + e)
+    eta = tl.load(weight + e, mask=here, other=0.0)
+    if SMOOTHNESS == 1:
+        unit = _units(top + program * TILE, places, e, here, W)
+    else:
+        unit = tl.where((e[None, :] >= e[:, None]) & (e[None, :] < e[:, None] + W), 1.0, 0.0)
     rc, rf = _u(log_decay, places, e - LAG, OPERAND)
     df *= _pairwise(mc[:, None], mf[:, None], mc[None, :], mf[None, :], ahead > -W)
     dp *= _pairwise(rc[:, None], rf[:, None], mc[None, :], mf[None, :], ahead > LAG - W)
@@ -737,8 +766,11 @@ def _gradients(
     read = tl.zeros([HALF], tl.float32)
     alike = tl.zeros([HALF, HALF], tl.float32)
     dx = tl.zeros([HALF, BK], tl.float32)
+    x = tl.zeros([HALF, BK], OPERAND)
     for beginning in range(0, K, BK):
         kk = beginning + tl.arange(0, BK)
+        x = load_rows(x_at, there, kk, K).to(OPERAND)
+        query = load_rows(q_at, here, kk, K).to(OPERAND)
         dq = tl.zeros([HALF, BK], tl.float32)
         dx = tl.zeros([HALF, BK], tl.float32)
         left = tl.zeros([HALF, BK], tl.float32)
@@ -749,13 +781,12 @@ def _gradients(
             given = load_rows(given_at, here, columns, V).to(OPERAND)
             kept += _product(s, g) * at_end
             dq = tl.dot(given, s, dq, input_precision=PRECISION)
-            made = load_rows(_rows_of(rho, program, e, SPACE, V), e >= 0, columns, V)
+            if V > BV:
+                made = load_rows(_rows_of(rho, program, e, SPACE, V), e >= 0, columns, V)
+                lost = load_rows(_rows_of(y, program, e, SPACE, V), e >= 0, columns, V)
             left = tl.dot(made, g, left, input_precision=PRECISION)
-            lost = load_rows(_rows_of(y, program, e, SPACE, V), e >= 0, columns, V)
             dx = tl.dot(lost, s, dx, input_precision=PRECISION)
-        x = load_rows(x_at, there, kk, K).to(OPERAND)
         kept += _product(x, left)
-        query = load_rows(q_at, here, kk, K).to(OPERAND)
         dq *= tl.exp2(rc + rf)[:, None]
         read += tl.sum(dq * query.to(tl.float32), 1)
         alike = _gram(query, x, alike)
@@ -765,28 +796,13 @@ def _gradients(
         if K > BK:  # until what the energies ask for is known
             store_rows(into, dx, there, kk, K)
     read += tl.sum(dp * alike, 1)
-    for slot in tl.static_range(W):
-        of_values += tl.load(sums + (program * W + slot) * TILE + e, mask=here, other=0.0)
 
     # Cotangents: of u_C `kept`, of u_t -w dw, of u_{t-1} `owed`, `read` of the one that is read. In owed - w dw, of
     # which sums run over tokens, only the values are left. A step's decay is in u_t from its own token on, in u_{t-1}
     # from the next.
-    eta = tl.load(weight + e, mask=here, other=0.0)
     owed = eta * (of_weight - of_values)
     grad_decay = tl.cumsum(read - eta * of_values, 0, reverse=True) - owed - read * LAG + kept
 
-    real = count
-    if MASKED:
-        real = tl.load(lengths + sequence).to(tl.int32)
-    place = start + e
-    row = (low + place) * heads + head
-    active = pair_exists(place, real, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED) & here
-    size = window_size(place, real, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    beta = tl.load(gain + row, mask=active, other=0.0).to(tl.float32)
-    coefficient = tl.zeros([HALF], tl.float32)
-    if RIDGE > 0:
-        coefficient = tl.load(ridge + row, mask=active, other=0.0).to(tl.float32)
-    statistic = tl.load(energy + program * TILE + e)
     of_gain, of_ridge, of_energy = step_gradients(
         beta, coefficient, statistic, of_weight / size, grad_decay, active, RIDGE, DIRECT, True, DETACH, EPSILON, FLOOR
     )
@@ -798,7 +814,7 @@ def _gradients(
         tl.store(grad_energy + program * TILE + e, of_energy / size, mask=here)
     else:
         given = tl.where(here, of_energy / size, 0.0)
-        of_written += 2.0 * _of_energies(top + program * TILE, places, e, here, given, W, SMOOTHNESS, OPERAND)
+        of_written += 2.0 * _of_energies(unit, e, given, SMOOTHNESS, OPERAND)
     of_written = of_written.to(OPERAND)
     if K > BK:
         tl.debug_barrier()
@@ -806,7 +822,7 @@ def _gradients(
         kk = beginning + tl.arange(0, BK)
         if K > BK:
             dx = load_rows(into, there, kk, K).to(tl.float32)
-        x = load_rows(x_at, there, kk, K).to(OPERAND)
+            x = load_rows(x_at, there, kk, K).to(OPERAND)
         store_rows(into, tl.dot(of_written, x, dx, input_precision=PRECISION), there, kk, K)
         if SHIFT:  # the last key is a write feature of the next call, through the state
             last = grad_k + ((low + count - 1) * heads + head) * K
