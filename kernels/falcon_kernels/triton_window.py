@@ -53,18 +53,25 @@ by pair, dF [E, E], and others,
 Decays of dP and dF are taken apart around u of the token p - W / 2 for each pair, no more than half a window away:
 factors by row, by column, and by pair of pairs.
 
-A pair is in windows of several chunks: each leaves its own part, and the last kernel adds them up, and to them what the
-windows' energies ask for.
+What the energies of windows ask for is 2 D X, D = sum_t c_t v_t v_t' over the chunk's own windows, of which c is the
+gradient and v, by pair, the top eigenvector. A pair is in windows of two chunks at most. The chunk whose token it is
+leaves its part where the gradient of the key or value lies, the next one that of the first W - 1 at its edge, and the
+last kernel adds these up.
 
     forward    local       L, M                one program per (chunk, head)
                carry       O, S                one program per (sequence, head, V tile), over the chunks
     backward   reverse     G                   one program per (sequence, head, V tile), backwards over the chunks
-               adjoint     Y                   one program per (chunk, head), backwards over its blocks
-               residuals   rho                 one program per (chunk, head)
-               gradients   all others          one program per (chunk, head), parts of dX and dV among them
+               solutions   Y and rho           two programs per (chunk, head), for Y backwards over its blocks
+               gradients   all others          one program per (chunk, head)
                add_bound   to parts of dX      where the energies are bounds, one program per (chunk, head)
-               collect     dX, dV              one program per (chunk, head)
+               collect     dX, dV              one program per (chunk, head), of the edges
 
+Y and rho are W times as large as V each, and are held of a part of the chunks at a time where there are enough of them
+to fill the card with a part: solutions and gradients then run once for each part.
+
+Elements moved per token and head, with E / C of 32 / 29 and C = 29 for W = 4:
+    local 2K + V + (1 + E/C)(K + V), carry K + V + (1 + E/C)(K + V) + KV/C
+    reverse 2K + V + K E/C + KV/C, solutions 3K + 3V + 2WV + 2KV/C, gradients 4K + 2V + 2WV + 2KV/C
 L and S are kept for the backward: (C + E) K / C and K V / C elements a token and head, for W = 4 and thus C = 29 less
 than 2.2 K and K V / 29.
 
@@ -473,22 +480,17 @@ def _writers(e, slot, start, count, C: tl.constexpr):
     return token, (token >= 0) & (token < C) & (start + token < count)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit
 def _adjoint(
-    q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums,
-    bounds, first, owner, length, longest, heads, places,
+    q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, number, program,
+    sequence, low, count, start, head, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr,
-    CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    CARRIED: tl.constexpr, LAG: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Y, by place in the window and token, [chunks, H, SPACE, V], and sums of Y * V, [chunks, H, W, TILE]."""
-    program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * TILE, log_decay + program * TILE
     grad_states += program * V * K
-    head = program % heads
-    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
-    if start >= count:
-        return
     e = tl.arange(0, HALF)
     x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
     here = (e < C) & (start + e < count)
@@ -533,33 +535,28 @@ def _adjoint(
             gram *= (-eta * tl.exp2((tc - bc) + (tf - bf)))[None, :]
             solution = _right_wide(given, tl.trans(of_given), tl.zeros([BV, ROWS], tl.float32), OPERAND, "tf32x3")
             solution = _exact(h, tl.trans(of_h), solution, OPERAND)
-            into, mask = _turned(_slot_rows(y, program, slot, token, C, SPACE, V), columns, live, V)
+            into, mask = _turned(_slot_rows(y, number, slot, token, C, SPACE, V), columns, live, V)
             tl.store(into, solution, mask=mask)
             pair = token + slot - (W - 1)
             v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
             v_at, mask = _turned(v_at, columns, exists(start + pair, live, 0, CARRIED), V)
             products = tl.sum(solution * tl.load(v_at, mask=mask, other=0.0).to(tl.float32), 0)
-            into = sums + (program * W + slot) * TILE + token
+            into = sums + (number * W + slot) * TILE + token
             tl.store(into, products + tl.load(into, mask=live & (tile > 0), other=0.0), mask=live)
             h = _exact(solution, tl.trans(gram), h * tl.exp2((ec - bc) + (ef - bf)), OPERAND)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit
 def _residuals(
-    k, v, previous, tail_x, tail_v, weight, log_decay, states, rho,
-    bounds, first, owner, length, longest, heads, places,
+    k, v, previous, tail_x, tail_v, weight, log_decay, states, rho, number, program, sequence, low, count, start, head,
+    heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr,
-    CARRIED: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    CARRIED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """rho, [chunks, H, SPACE, V] as Y."""
-    program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * TILE, log_decay + program * TILE
     states += program * V * K
-    head = program % heads
-    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
-    if start >= count:
-        return
     e = tl.arange(0, HALF)
     x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
     pair = e - (W - 1)
@@ -600,9 +597,41 @@ def _residuals(
             gram *= (w * tl.exp2((ec - uc) + (ef - uf)))[None, :]
             residual = _right_wide(value, tl.trans(of_value), tl.zeros([BV, ROWS], tl.float32), OPERAND, "tf32x3")
             residual = _exact(found, tl.trans(of_found), residual, OPERAND)
-            into, mask = _turned(_slot_rows(rho, program, slot, token, C, SPACE, V), columns, live, V)
+            into, mask = _turned(_slot_rows(rho, number, slot, token, C, SPACE, V), columns, live, V)
             tl.store(into, residual, mask=mask)
             found = _exact(residual, tl.trans(gram), found * tl.exp2((ec - bc) + (ef - bf)), OPERAND)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _solutions(
+    q, k, v, previous, tail_x, tail_v, weight, log_decay, states, grad_output, grad_states, y, rho, sums,
+    bounds, first, owner, length, longest, heads, places, offset,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
+    W: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr,
+    CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Y of a chunk and head, from number `offset` on, or, by the second half of the programs, rho: the longer first."""
+    half = tl.num_programs(0) // 2
+    number = (tl.program_id(0) % half).to(tl.int64)
+    program = number + offset
+    if program * TILE >= places:
+        return
+    head = program % heads
+    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if start >= count:
+        return
+    if tl.program_id(0) < half:
+        _adjoint(
+            q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, number, program,
+            sequence, low, count, start, head, heads, places, K, V, BK, BV, C, TILE, W, PAIRED, ROWS, SPACE, SHIFT,
+            CARRIED, LAG, OPERAND, PRECISION,
+        )  # fmt: skip
+    else:
+        _residuals(
+            k, v, previous, tail_x, tail_v, weight, log_decay, states, rho, number, program, sequence, low, count,
+            start, head, heads, places, K, V, BK, BV, C, TILE, W, PAIRED, ROWS, SPACE, SHIFT, CARRIED, OPERAND,
+            PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -645,7 +674,7 @@ def _gradients(
     q, k, gain, ridge, previous, previous_valid, tail_x, tail_valid, lengths, weight, log_decay, energy, states,
     top, grad_output, grad_states, y, rho, sums, scales, grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_energy,
     grad_previous, grad_tail_x, grad_tail_v, edge_x, edge_v,
-    bounds, first, owner, length, longest, heads, places,
+    bounds, first, owner, length, longest, heads, places, offset,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, LAG: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, DETACH: tl.constexpr,
@@ -658,7 +687,10 @@ def _gradients(
 
     With several tiles of values, -J' Diag(w exp(u_{t-1})) Y is left in rows of Y, and M_C in those of rho.
     """
-    program = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(0).to(tl.int64)
+    program = number + offset
+    if program * TILE >= places:
+        return
     weight, log_decay = weight + program * TILE, log_decay + program * TILE
     states, grad_states = states + program * V * K, grad_states + program * V * K
     head = program % heads
@@ -676,7 +708,7 @@ def _gradients(
     end_c, end_f = _at_end(log_decay, places, C, OPERAND)
     middle = tl.minimum(e - W // 2, C - 1)
     mc, mf = _u(log_decay, places, middle, OPERAND)
-    scales += program * (W * HALF)
+    scales += number * (W * HALF)
     for slot in range(W):
         token, writes = _writers(e, slot, start, count, C)
         uc, uf = _u(log_decay, places, token, OPERAND)
@@ -695,18 +727,18 @@ def _gradients(
         given = load_rows(given_at, here, columns, V).to(OPERAND)
         for slot in range(W):
             token, writes = _writers(e, slot, start, count, C)
-            solution = load_rows(_slot_rows(y, program, slot, token, C, SPACE, V), writes, columns, V)
+            solution = load_rows(_slot_rows(y, number, slot, token, C, SPACE, V), writes, columns, V)
             coupled = tl.zeros([HALF, HALF], tl.float32)
             for other in tl.range(W, num_stages=3):  # nothing in it is written here
                 earlier, written = _writers(e, other, start, count, C)
-                residual = load_rows(_slot_rows(rho, program, other, earlier, C, SPACE, V), written, columns, V)
+                residual = load_rows(_slot_rows(rho, number, other, earlier, C, SPACE, V), written, columns, V)
                 within = tl.dot(solution, tl.trans(residual), input_precision=PRECISION)
                 scale = tl.load(scales + other * HALF + e)
                 coupled += tl.where(ahead > slot - other, within * scale[None, :], 0.0)
             eta = tl.load(weight + token, mask=writes, other=0.0)
             tc, tf = _u(log_decay, places, token - 1, OPERAND)
             df -= coupled * (eta * tl.exp2(tl.where(writes, (tc - mc) + (tf - mf), 0.0)))[:, None]
-            residual = load_rows(_slot_rows(rho, program, slot, token, C, SPACE, V), writes, columns, V)
+            residual = load_rows(_slot_rows(rho, number, slot, token, C, SPACE, V), writes, columns, V)
             read = tl.dot(given, tl.trans(residual), input_precision=PRECISION)
             read *= tl.load(scales + slot * HALF + e)[None, :]
             dp += tl.where(ahead >= LAG - slot, read, 0.0)
@@ -715,8 +747,8 @@ def _gradients(
         of_found = tl.zeros([HALF, BV], tl.float32)
         for slot in tl.range(W, loop_unroll_factor=2):
             token, writes = _writers(e, slot, start, count, C)
-            solution = load_rows(_slot_rows(y, program, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
-            residual = load_rows(_slot_rows(rho, program, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
+            solution = load_rows(_slot_rows(y, number, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
+            residual = load_rows(_slot_rows(rho, number, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
             eta = tl.load(weight + token, mask=writes, other=0.0)
             tc, tf = _u(log_decay, places, token - 1, OPERAND)
             of_weight += moved(tl.sum(solution * residual, 1), slot, e)
@@ -728,14 +760,14 @@ def _gradients(
         lost = of_found.to(OPERAND)
         if V > BV:
             tl.debug_barrier()
-            store_rows(_rows_of(y, program, e, SPACE, V), lost, e >= 0, columns, V)
-            store_rows(_rows_of(rho, program, e, SPACE, V), made, e >= 0, columns, V)
+            store_rows(_rows_of(y, number, e, SPACE, V), lost, e >= 0, columns, V)
+            store_rows(_rows_of(rho, number, e, SPACE, V), made, e >= 0, columns, V)
     if V > BV:
         tl.debug_barrier()
 
     # All that is loaded from here on, but for tiles of K and V, is asked for at once.
     for slot in tl.static_range(W):
-        of_values += tl.load(sums + (program * W + slot) * TILE + e, mask=here, other=0.0)
+        of_values += tl.load(sums + (number * W + slot) * TILE + e, mask=here, other=0.0)
     real = count
     if MASKED:
         real = tl.load(lengths + sequence).to(tl.int32)
@@ -782,8 +814,8 @@ def _gradients(
             kept += _product(s, g) * at_end
             dq = tl.dot(given, s, dq, input_precision=PRECISION)
             if V > BV:
-                made = load_rows(_rows_of(rho, program, e, SPACE, V), e >= 0, columns, V)
-                lost = load_rows(_rows_of(y, program, e, SPACE, V), e >= 0, columns, V)
+                made = load_rows(_rows_of(rho, number, e, SPACE, V), e >= 0, columns, V)
+                lost = load_rows(_rows_of(y, number, e, SPACE, V), e >= 0, columns, V)
             left = tl.dot(made, g, left, input_precision=PRECISION)
             dx = tl.dot(lost, s, dx, input_precision=PRECISION)
         kept += _product(x, left)
@@ -944,11 +976,14 @@ class Plan:
             layout, heads, key_dim, options, masked, carried, triton_schedule.parts(dtype), aligned
         )
         space = max(layout.chunk * window, 2 * pairs)
-        self.solved = (chunks, space, value_dim)
+        parts = launch.parts(device, chunks)
+        part = max(1, -(-chunks // parts))
+        self.offsets = range(0, chunks, part)
+        self.solved = (part, space, value_dim)
         self.lost, self.made = ((layout.chunks, heads, layout.chunk + pairs, width) for width in (key_dim, value_dim))
         self.edge_x, self.edge_v = ((chunks, window - 1, width) for width in (key_dim, value_dim))
         self.by_token = (chunks, pairs)
-        self.by_place = (chunks, window, pairs)
+        self.by_place = (part, window, pairs)
         self.exact = options.smoothness == SMOOTHNESS["exact"]
         self.top = (window, *self.schedule.shapes[2]) if window <= LARGEST_EXACT_WINDOW else None
         self.across = (layout.length, layout.longest, heads)
@@ -971,9 +1006,9 @@ class Plan:
             constants = {n: c for n, c in (base | tiles).items() if n in kernel.arg_names}
             return Launcher(kernel, (programs,), constants | config.options(), flags, aligned)
 
-        def across(kernel, config, *flags):
+        def across(kernel, config, programs=chunks):
             tiles = {"BK": min(key_tile, config.value_tile), "BV": min(value_width, config.value_tile)}
-            return launcher(kernel, chunks, config, tiles, *flags)
+            return launcher(kernel, programs, config, tiles)
 
         def along(kernel, config, *flags):
             if value_width < config.value_tile:
@@ -986,9 +1021,8 @@ class Plan:
         self.local = across(_local, sizes.local)
         self.carry = along(_carry, sizes.carry, "STORE", "FINAL")
         self.reverse = along(_reverse, sizes.reverse, "FINAL")
-        self.adjoint = across(_adjoint, sizes.adjoint)
-        self.residuals = across(_residuals, sizes.residuals)
-        self.gradients = across(_gradients, sizes.gradients)
+        self.solutions = across(_solutions, sizes.solutions, 2 * part)
+        self.gradients = across(_gradients, sizes.gradients, part)
         self.add_bound = across(_add_bound, sizes.add_bound) if options.smoothness == SMOOTHNESS["bound"] else None
         self.collect = across(_collect, sizes.collect)
 
@@ -1027,18 +1061,18 @@ def backward(
     y, rho = empty(plan.solved), empty(plan.solved)
     edge_x, edge_v = empty(plan.edge_x, k.dtype), empty(plan.edge_v, v.dtype)
     sums, scales = (empty(plan.by_place, torch.float32) for _ in range(2))
-    plan.adjoint(
-        q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, *tables,
-        *plan.numbers,
-    )  # fmt: skip
-    plan.residuals(k, v, previous, tail_x, tail_v, weight, log_decay, states, rho, *tables, *plan.numbers)
     grad_energy = empty(plan.by_token, torch.float32) if plan.add_bound is not None else None
     keys = into.before.previous_key, into.before.tail_x
-    plan.gradients(
-        q, k, call.gain, call.ridge, previous, previous_valid, tail_x, tail_valid, call.lengths, weight, log_decay,
-        energy, states, top, grad_output, grad_states, y, rho, sums, scales, into.q, into.k, into.v, into.gain,
-        into.ridge, grad_energy, *keys, into.before.tail_v, edge_x, edge_v, *tables, *plan.numbers,
-    )  # fmt: skip
+    for offset in plan.offsets:
+        plan.solutions(
+            q, k, v, previous, tail_x, tail_v, weight, log_decay, states, grad_output, grad_states, y, rho, sums,
+            *tables, *plan.numbers, offset,
+        )  # fmt: skip
+        plan.gradients(
+            q, k, call.gain, call.ridge, previous, previous_valid, tail_x, tail_valid, call.lengths, weight, log_decay,
+            energy, states, top, grad_output, grad_states, y, rho, sums, scales, into.q, into.k, into.v, into.gain,
+            into.ridge, grad_energy, *keys, into.before.tail_v, edge_x, edge_v, *tables, *plan.numbers, offset,
+        )  # fmt: skip
     if plan.add_bound is not None:
         plan.add_bound(k, previous, tail_x, grad_energy, into.k, *keys, edge_x, *tables, *plan.across)
     plan.collect(into.k, into.v, edge_x, edge_v, *tables, *plan.across)
