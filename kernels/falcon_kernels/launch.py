@@ -274,7 +274,7 @@ def window(device: torch.device, operand_bytes: int, key_tile: int) -> Window:
 
 
 def parts(device: torch.device, programs: int) -> int:
-    """Into how many launches to cut `programs` of a chunk each, so that what they leave to each other takes less memory.
+    """Into how many launches to cut `programs` of a chunk each, so that less of what they leave is held at a time.
 
     Each of them still fills the card four times: eight programs run on a multiprocessor at a time.
     """
