@@ -496,6 +496,9 @@ def _adjoint(
     here = (e < C) & (start + e < count)
     q_at = token_rows(q, low + start, e, head, heads, K)
     rc, rf = _u(log_decay, places, e - LAG, OPERAND)
+    if K <= BK:
+        x = load_rows(x_at, there, tl.arange(0, BK), K).to(OPERAND)
+        query = load_rows(q_at, here, tl.arange(0, BK), K).to(OPERAND)
     for tile in range(0, (V + BV - 1) // BV):
         columns = tile * BV + tl.arange(0, BV)
         given_at, inside = _turned(token_rows(grad_output, low + start, e, head, heads, V), columns, here, V)
@@ -503,7 +506,8 @@ def _adjoint(
         h = tl.zeros([BV, HALF], tl.float32)
         for beginning in range(0, K, BK):
             kk = beginning + tl.arange(0, BK)
-            x = load_rows(x_at, there, kk, K).to(OPERAND)
+            if K > BK:
+                x = load_rows(x_at, there, kk, K).to(OPERAND)
             h = tl.dot(_load_state(grad_states, columns, kk, V, K), tl.trans(x), h, input_precision=PRECISION)
         for back in range(0, (C + PAIRED - 1) // PAIRED):
             begin = ((C + PAIRED - 1) // PAIRED - 1 - back) * PAIRED
@@ -517,9 +521,10 @@ def _adjoint(
             for beginning in range(0, K, BK):
                 kk = beginning + tl.arange(0, BK)
                 rows = load_rows(at, present, kk, K).to(OPERAND)
-                gram = _gram(load_rows(x_at, there, kk, K).to(OPERAND), rows, gram)
-                own = _gram(rows, rows, own)
-                read = _gram(load_rows(q_at, here, kk, K).to(OPERAND), rows, read)
+                if K > BK:
+                    x = load_rows(x_at, there, kk, K).to(OPERAND)
+                    query = load_rows(q_at, here, kk, K).to(OPERAND)
+                gram, own, read = _gram(x, rows, gram), _gram(rows, rows, own), _gram(query, rows, read)
             eta = tl.load(weight + token, mask=live, other=0.0)
             uc, uf = _u(log_decay, places, token, OPERAND)
             tc, tf = _u(log_decay, places, token - 1, OPERAND)
@@ -562,6 +567,8 @@ def _residuals(
     pair = e - (W - 1)
     v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
     valued = exists(start + pair, start + pair < count, 0, CARRIED)
+    if K <= BK:
+        x = load_rows(x_at, there, tl.arange(0, BK), K).to(OPERAND)
     for tile in range(0, (V + BV - 1) // BV):
         columns = tile * BV + tl.arange(0, BV)
         value_at, inside = _turned(v_at, columns, valued, V)
@@ -569,7 +576,8 @@ def _residuals(
         found = tl.zeros([BV, HALF], tl.float32)
         for beginning in range(0, K, BK):
             kk = beginning + tl.arange(0, BK)
-            x = load_rows(x_at, there, kk, K).to(OPERAND)
+            if K > BK:
+                x = load_rows(x_at, there, kk, K).to(OPERAND)
             found = tl.dot(_load_state(states, columns, kk, V, K), tl.trans(x), found, input_precision=PRECISION)
         for begin in range(0, C, PAIRED):
             at, present, token, slot, live = _pair_rows(
@@ -581,8 +589,9 @@ def _residuals(
             for beginning in range(0, K, BK):
                 kk = beginning + tl.arange(0, BK)
                 rows = load_rows(at, present, kk, K).to(OPERAND)
-                gram = _gram(load_rows(x_at, there, kk, K).to(OPERAND), rows, gram)
-                own = _gram(rows, rows, own)
+                if K > BK:
+                    x = load_rows(x_at, there, kk, K).to(OPERAND)
+                gram, own = _gram(x, rows, gram), _gram(rows, rows, own)
             w = tl.load(weight + token, mask=live, other=0.0)
             uc, uf = _u(log_decay, places, token, OPERAND)
             tc, tf = _u(log_decay, places, token - 1, OPERAND)
@@ -734,14 +743,13 @@ def _gradients(
                 residual = load_rows(_slot_rows(rho, number, other, earlier, C, SPACE, V), written, columns, V)
                 within = tl.dot(solution, tl.trans(residual), input_precision=PRECISION)
                 scale = tl.load(scales + other * HALF + e)
-                coupled += tl.where(ahead > slot - other, within * scale[None, :], 0.0)
+                coupled += tl.where(ahead > slot - other, within, 0.0) * scale[None, :]
             eta = tl.load(weight + token, mask=writes, other=0.0)
             tc, tf = _u(log_decay, places, token - 1, OPERAND)
             df -= coupled * (eta * tl.exp2(tl.where(writes, (tc - mc) + (tf - mf), 0.0)))[:, None]
             residual = load_rows(_slot_rows(rho, number, slot, token, C, SPACE, V), writes, columns, V)
             read = tl.dot(given, tl.trans(residual), input_precision=PRECISION)
-            read *= tl.load(scales + slot * HALF + e)[None, :]
-            dp += tl.where(ahead >= LAG - slot, read, 0.0)
+            dp += tl.where(ahead >= LAG - slot, read, 0.0) * tl.load(scales + slot * HALF + e)[None, :]
         of_end = tl.zeros([HALF, BV], tl.float32)
         of_value = tl.zeros([HALF, BV], tl.float32)
         of_found = tl.zeros([HALF, BV], tl.float32)
