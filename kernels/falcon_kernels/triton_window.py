@@ -691,8 +691,8 @@ def _gradients(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk of one head: of q, gain and ridge, and the chunk's parts of dX, where their keys lie, and
-    of dV. Those of the W - 1 pairs of the chunk before go to edges [chunks, H, W - 1, .]. Where energies are bounds, the
-    gradients of windows' sums, [chunks, H, TILE], are left for `_add_bound`.
+    of dV. Those of the W - 1 pairs of the chunk before go to edges [chunks, H, W - 1, .]. Where energies are bounds,
+    the gradients of windows' sums, [chunks, H, TILE], are left for `_add_bound`.
 
     With several tiles of values, -J' Diag(w exp(u_{t-1})) Y is left in rows of Y, and M_C in those of rho.
     """
