@@ -1016,7 +1016,8 @@ class Plan:
             return Launcher(kernel, (programs,), constants | config.options(), flags, aligned)
 
         def across(kernel, config, programs=chunks):
-            tiles = {"BK": min(key_tile, config.value_tile), "BV": min(value_width, config.value_tile)}
+            key_width = min(key_tile, config.value_tile, config.key_tile)
+            tiles = {"BK": key_width, "BV": min(value_width, config.value_tile)}
             return launcher(kernel, programs, config, tiles)
 
         def along(kernel, config, *flags):
