@@ -188,8 +188,8 @@ def worker(work: str, shape_name: str, folder: Path) -> None:
 # chunk of 64 tokens, in bfloat16, and inverses [64, 64] in float32, of which blocks above the diagonal are not stored.
 # Gains and running log decays of channels are in float32 and count as two tensors each; falcon_2's products of keys in
 # blocks of 16 tokens are a quarter of an inverse. falcon_3's chunks have 29 tokens and 32 pairs, with a row of each in
-# what `_local` makes, and 29 x 4 rows are solved.
-PAIRS, MEMORIES = 32 / 29, 64 / 29
+# what `_local` makes, and 29 x 4 rows are solved; three of the pairs are of two chunks.
+PAIRS, MEMORIES, EDGES = 32 / 29, 64 / 29, 3 / 29
 ADDITIVE = {"_forward": (1, 0, 0), "_pass": (4, 1, 0), "_reverse_pass": (2, 1, 0), "_chunk_backward": (7, 2, 0)}
 CHANNEL = {"_rates": (5, 0, 0), "_read": (8, 1, 0), "_channel_gradients": (13, 2, 0), "_key_gradients": (6, 2, 0)}
 MOVED: dict[str, dict[str, tuple[float, float, float]]] = {
@@ -220,10 +220,9 @@ MOVED: dict[str, dict[str, tuple[float, float, float]]] = {
         "_local": (3 + 2 * (1 + PAIRS), 0, 0),
         "_carry": (2 + 2 * (1 + PAIRS), MEMORIES, 0),
         "_reverse": (3 + PAIRS, MEMORIES, 0),
-        "_adjoint": (8, MEMORIES, 0),
-        "_residuals": (6, MEMORIES, 0),
-        "_gradients": (12 + 4 * PAIRS, 2 * MEMORIES, 0),
-        "_collect": (3 + 2 * PAIRS, 0, 0),
+        "_solutions": (14, 2 * MEMORIES, 0),
+        "_gradients": (14 + 2 * EDGES, 2 * MEMORIES, 0),
+        "_collect": (6 * EDGES, 0, 0),
     },
 }
 

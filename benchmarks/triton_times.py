@@ -55,16 +55,15 @@ SPACE = {  # bfloat16 tiles of less than 64 columns read past their shared memor
     "_within": {"BK": (64, 128), "BV": (64, 128)} | COMMON,
     "_invert": {"BK": (32, 64, 128), "num_warps": (1, 2), "num_stages": (1, 2, 3), "maxnreg": (None, 168, 128)},
     "_add_bound": {"BK": (32, 64), "num_warps": (4, 8), "num_stages": (1, 2), "maxnreg": (None, 128)},
-    "_collect": {"BK": (16, 32, 64), "BV": (32, 64, 128), "num_warps": (1, 2, 4), "num_stages": (1, 2)},
+    "_collect": {"BK": (64, 128), "BV": (64, 128), "num_warps": (1, 2), "num_stages": (1,)},
 }
 # falcon_3's kernels along the blocks of a chunk: with more warps, their narrow tiles would be such right operands. They
 # read what they have written, and so have one stage.
 BLOCKS = {"BK": (64, 128), "BV": (32, 64, 128), "num_warps": (1, 2), "num_stages": (1,), "maxnreg": (None, 168, 128)}
 SPACE_OF_BLOCKS = {
     "_local": BLOCKS,
-    "_residuals": BLOCKS,
-    "_adjoint": BLOCKS,
-    "_gradients": BLOCKS | {"num_warps": (4, 8)},
+    "_solutions": BLOCKS,
+    "_gradients": BLOCKS | {"num_warps": (2, 4)},
 }
 KERNELS = list(SPACE | SPACE_OF_BLOCKS)
 
@@ -114,7 +113,7 @@ def launches(both) -> list[tuple]:
 def candidates(kernel, grid: tuple[int, ...], constants: dict) -> list[tuple[dict, tuple[int, ...]]]:
     """Other options, and the grid that goes with them; the shipped ones first."""
     name = kernel.__name__
-    space = SPACE_OF_BLOCKS[name] if "BLOCK" in constants else SPACE[name]
+    space = SPACE_OF_BLOCKS[name] if "TILE" in constants and name in SPACE_OF_BLOCKS else SPACE[name]
     found: list[tuple[dict, tuple[int, ...]]] = [({}, grid)]
     for values in product(*space.values()):
         options = dict(zip(space, values, strict=True))
@@ -133,10 +132,11 @@ def candidates(kernel, grid: tuple[int, ...], constants: dict) -> list[tuple[dic
 
 def tune(rule: str, shape: str, names: list[str], part: tuple[int, int] | None) -> None:
     """Prints the best options of every kernel of these names; or compiles a part of the candidates."""
-    number = 0
+    number, seen = 0, []
     for kernel, grid, arguments, constants in launches(calls(rule, shape)[1]):
-        if kernel.fn.__name__ not in names:
+        if kernel.fn.__name__ not in names or (kernel, constants) in seen:  # the first of a kernel's parts
             continue
+        seen.append((kernel, constants))
         before = [t.clone() if isinstance(t, torch.Tensor) else t for t in arguments]
         shipped, rows = None, []
         for options, cut in candidates(kernel.fn, grid, constants):

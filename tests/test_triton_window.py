@@ -84,7 +84,7 @@ def test_tiles_hold_their_rows(window):
 @pytest.mark.parametrize("sizes", [*launch.WINDOW.values(), *launch.WIDE_WINDOW.values()])
 def test_narrow_tiles_are_for_two_warps_at_most(sizes):
     """With four, they would be right operands of instructions that read 64 columns."""
-    assert all(getattr(sizes, name).warps <= 2 for name in ("local", "adjoint", "residuals", "gradients"))
+    assert all(getattr(sizes, name).warps <= 2 for name in ("local", "solutions", "gradients"))
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -129,6 +129,17 @@ def test_packed_documents(name, carried):
         state.previous_valid[1] = False
     state.tail_valid[1] = False
     check(rule, inputs, state if carried else None, cu_seqlens=bounds)
+
+
+def test_parts_of_the_chunks_are_the_whole(monkeypatch):
+    """A backward in three launches of its kernels, the last of which is not full, is the one in one, bit by bit."""
+    inputs, state = case(RULES["default"], 40, B=2, H=2)
+    runs = []
+    for parts in (1, 3):
+        monkeypatch.setattr(launch, "parts", lambda device, programs, parts=parts: parts)
+        triton_attention.plan_of.cache_clear()
+        runs.append(check(RULES["default"], inputs, state)[1])
+    assert all(torch.equal(runs[0][n], runs[1][n]) for n in runs[0])
 
 
 @pytest.mark.parametrize(("name", "carried"), [("default", False), ("5-same-before-live", True)])

@@ -167,28 +167,28 @@ WIDE_CHANNEL = {  # 4-byte operands, on any card, by K
 
 
 class Window(NamedTuple):
-    """Configurations of the kernels of falcon_3. All but the passes take as many key as value channels at a time."""
+    """Configurations of the kernels of falcon_3. All but the passes take as many key as value channels at a time, at
+    most `key_tile`."""
 
     local: Config
     carry: Config
     reverse: Config
-    adjoint: Config
-    residuals: Config
+    solutions: Config
     gradients: Config
     add_bound: Config
     collect: Config
 
 
 def _window(carry: Config, reverse: Config, tile: int = 64) -> Window:
-    """`carry` and `reverse` go along sequences. With more than two warps the three kernels that go along the blocks of
+    """`carry` and `reverse` go along sequences. With more than two warps the two kernels that go along the blocks of
     a chunk would read past their shared memory, as `padded` says."""
-    solve, gradients = Config(tile, 1, 1), Config(tile, 2, 1)
-    return Window(solve, carry, reverse, solve, solve, gradients, Config(tile, 4, 1), Config(32, 2, 1))
+    blocks, gradients = Config(tile, 1, 1), Config(tile, 2, 1)
+    return Window(blocks, carry, reverse, blocks, gradients, Config(tile, 4, 1), Config(64, 1, 1))
 
 
 WINDOW = {  # keys as in TABLE
     ("large", 2, 64): _window(Config(64, 4, 3), Config(64, 4, 3)),
-    ("large", 2, 128): _window(Config(128, 8, 3), Config(128, 8, 2)),
+    ("large", 2, 128): _window(Config(128, 8, 3), Config(128, 8, 2))._replace(solutions=Config(128, 2, 1, 64)),
     ("large", 2, 256): _window(Config(32, 4, 1), Config(32, 4, 1)),
     ("safe", 2, 64): _window(Config(64, 4, 1), Config(64, 4, 1)),
     ("safe", 2, 128): _window(Config(64, 4, 1), Config(32, 4, 1)),
@@ -272,6 +272,14 @@ def window(device: torch.device, operand_bytes: int, key_tile: int) -> Window:
     """Configurations of the kernels of falcon_3."""
     key_tile = max(key_tile, 64)
     return WIDE_WINDOW[key_tile] if operand_bytes == 4 else WINDOW[card(device)[0], operand_bytes, key_tile]
+
+
+def parts(device: torch.device, programs: int) -> int:
+    """Into how many launches to cut `programs` of a chunk each, so that less of what they leave is held at a time.
+
+    Each of them still fills the card four times: eight programs run on a multiprocessor at a time.
+    """
+    return max(1, programs // (32 * card(device)[1]))
 
 
 def narrower(device: torch.device, config: Config, rows: int, value_dim: int, key_tile: int) -> Config:

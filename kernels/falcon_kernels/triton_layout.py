@@ -17,7 +17,7 @@ from torch import Tensor
 PACKAGE = __name__.rpartition(".")[0]
 NAMESPACE = PACKAGE if PACKAGE.isidentifier() else f"falcon_kernels_{zlib.crc32(PACKAGE.encode()):08x}"
 # No recompilation when these change.
-NUMBERS = ["length", "longest", "heads", "parts", "part_chunks", "places"]
+NUMBERS = ["length", "longest", "heads", "parts", "part_chunks", "places", "offset"]
 OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 

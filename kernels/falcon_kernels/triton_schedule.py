@@ -336,11 +336,13 @@ class Plan:
                  parts: int = 1, aligned: bool = False):  # fmt: skip
         self.numbers = (layout.length, layout.longest, heads)
         self.shapes = shapes(layout, heads, options.window, parts)
-        most, warps = 128, 4  # channels at a time
-        if options.smoothness:
-            most, warps = 32, 1 if options.smoothness == SMOOTHNESS["exact"] else 4
+        least, most, warps = 1, 128, 4  # channels at a time
+        if options.smoothness == SMOOTHNESS["exact"]:
+            least, most, warps = 16, 64, 1
+        elif options.smoothness:
+            least, most = 16, 32
         constants = {
-            "K": key_dim, "BK": min(triton.next_power_of_2(key_dim), most), "W": options.window,
+            "K": key_dim, "BK": min(max(least, triton.next_power_of_2(key_dim)), most), "W": options.window,
             "SHIFT": int(options.shifted), "C": layout.chunk, "TILE": self.shapes[2][2], "MASKED": masked,
             "PACKED": layout.packed, "CARRIED": carried, "PARTS": parts, "SMOOTHNESS": options.smoothness,
             "num_warps": warps,

@@ -53,18 +53,25 @@ by pair, dF [E, E], and others,
 Decays of dP and dF are taken apart around u of the token p - W / 2 for each pair, no more than half a window away:
 factors by row, by column, and by pair of pairs.
 
-A pair is in windows of several chunks: each leaves its own part, and the last kernel adds them up, and to them what the
-windows' energies ask for.
+What the energies of windows ask for is 2 D X, D = sum_t c_t v_t v_t' over the chunk's own windows, of which c is the
+gradient and v, by pair, the top eigenvector. A pair is in windows of two chunks at most. The chunk whose token it is
+leaves its part where the gradient of the key or value lies, the next one that of the first W - 1 at its edge, and the
+last kernel adds these up.
 
     forward    local       L, M                one program per (chunk, head)
                carry       O, S                one program per (sequence, head, V tile), over the chunks
     backward   reverse     G                   one program per (sequence, head, V tile), backwards over the chunks
-               adjoint     Y                   one program per (chunk, head), backwards over its blocks
-               residuals   rho                 one program per (chunk, head)
-               gradients   all others          one program per (chunk, head), parts of dX and dV among them
+               solutions   Y and rho           two programs per (chunk, head), for Y backwards over its blocks
+               gradients   all others          one program per (chunk, head)
                add_bound   to parts of dX      where the energies are bounds, one program per (chunk, head)
-               collect     dX, dV              one program per (chunk, head)
+               collect     dX, dV              one program per (chunk, head), of the edges
 
+Y and rho are W times as large as V each, and are held of a part of the chunks at a time where there are enough of them
+to fill the card with a part: solutions and gradients then run once for each part.
+
+Elements moved per token and head, with E / C of 32 / 29 and C = 29 for W = 4:
+    local 2K + V + (1 + E/C)(K + V), carry K + V + (1 + E/C)(K + V) + KV/C
+    reverse 2K + V + K E/C + KV/C, solutions 3K + 3V + 2WV + 2KV/C, gradients 4K + 2V + 2WV + 2KV/C
 L and S are kept for the backward: (C + E) K / C and K V / C elements a token and head, for W = 4 and thus C = 29 less
 than 2.2 K and K V / 29.
 
@@ -106,7 +113,7 @@ from .triton_regression import (
     _turned,
 )
 from .triton_schedule import Call, Gradients, Kept, Options, Shape, pair_exists, step_gradients, window_size
-from .triton_smoothness import ROWS, SMOOTHNESS, bound_gradients, window_gradients, window_rows
+from .triton_smoothness import ROWS, SMOOTHNESS, bound_gradients, window_rows
 
 HALF = tl.constexpr(32)
 LARGEST_WINDOW = 16
@@ -310,12 +317,13 @@ def _local(
         solved = _inverse(m, n, M, OPERAND) * scale[:, None]
         none = tl.zeros([BLOCK, HALF], tl.float32)
         of_state = _exact(solved, tl.trans(gram * (sign * tl.exp2((tc - bc) + (tf - bf)))[None, :]), none, OPERAND)
-        told = _places(token + slot, e, slot < W, OPERAND)
-        of_value = _left_wide(solved, told, none, OPERAND, "tf32x3")
-        of_found = _left_wide(solved * tl.exp2(tc + tf)[None, :], told, none, OPERAND, "tf32x3")
-        rho_a = _exact(a, tl.trans(of_state), tl.trans(of_value), OPERAND)
-        rho_b = _exact(b, tl.trans(of_state), tl.trans(of_found), OPERAND)
-        fold, look = told, _places(token, e, reads, OPERAND)
+        fold, look = _places(token + slot, e, slot < W, OPERAND), _places(token, e, reads, OPERAND)
+        told = _places(e, tl.where(slot < W, token + slot, -1), e >= 0, OPERAND)  # the same, turned
+        none = tl.zeros([HALF, BLOCK], tl.float32)
+        of_value = _right_wide(told, tl.trans(solved), none, OPERAND, "tf32x3")
+        of_found = _right_wide(told, tl.trans(solved * tl.exp2(tc + tf)[None, :]), none, OPERAND, "tf32x3")
+        rho_a = _exact(a, tl.trans(of_state), of_value, OPERAND)
+        rho_b = _exact(b, tl.trans(of_state), of_found, OPERAND)
         read_a = _left_wide(rho_a, look, read_a, OPERAND, PRECISION)
         read_b = _left_wide(rho_b, look, read_b, OPERAND, PRECISION)
         keep = tl.exp2((ec - bc) + (ef - bf))
@@ -473,27 +481,25 @@ def _writers(e, slot, start, count, C: tl.constexpr):
     return token, (token >= 0) & (token < C) & (start + token < count)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit
 def _adjoint(
-    q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums,
-    bounds, first, owner, length, longest, heads, places,
+    q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, number, program,
+    sequence, low, count, start, head, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr,
-    CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    CARRIED: tl.constexpr, LAG: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Y, by place in the window and token, [chunks, H, SPACE, V], and sums of Y * V, [chunks, H, W, TILE]."""
-    program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * TILE, log_decay + program * TILE
     grad_states += program * V * K
-    head = program % heads
-    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
-    if start >= count:
-        return
     e = tl.arange(0, HALF)
     x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
     here = (e < C) & (start + e < count)
     q_at = token_rows(q, low + start, e, head, heads, K)
     rc, rf = _u(log_decay, places, e - LAG, OPERAND)
+    if K <= BK:
+        x = load_rows(x_at, there, tl.arange(0, BK), K).to(OPERAND)
+        query = load_rows(q_at, here, tl.arange(0, BK), K).to(OPERAND)
     for tile in range(0, (V + BV - 1) // BV):
         columns = tile * BV + tl.arange(0, BV)
         given_at, inside = _turned(token_rows(grad_output, low + start, e, head, heads, V), columns, here, V)
@@ -501,7 +507,8 @@ def _adjoint(
         h = tl.zeros([BV, HALF], tl.float32)
         for beginning in range(0, K, BK):
             kk = beginning + tl.arange(0, BK)
-            x = load_rows(x_at, there, kk, K).to(OPERAND)
+            if K > BK:
+                x = load_rows(x_at, there, kk, K).to(OPERAND)
             h = tl.dot(_load_state(grad_states, columns, kk, V, K), tl.trans(x), h, input_precision=PRECISION)
         for back in range(0, (C + PAIRED - 1) // PAIRED):
             begin = ((C + PAIRED - 1) // PAIRED - 1 - back) * PAIRED
@@ -515,9 +522,10 @@ def _adjoint(
             for beginning in range(0, K, BK):
                 kk = beginning + tl.arange(0, BK)
                 rows = load_rows(at, present, kk, K).to(OPERAND)
-                gram = _gram(load_rows(x_at, there, kk, K).to(OPERAND), rows, gram)
-                own = _gram(rows, rows, own)
-                read = _gram(load_rows(q_at, here, kk, K).to(OPERAND), rows, read)
+                if K > BK:
+                    x = load_rows(x_at, there, kk, K).to(OPERAND)
+                    query = load_rows(q_at, here, kk, K).to(OPERAND)
+                gram, own, read = _gram(x, rows, gram), _gram(rows, rows, own), _gram(query, rows, read)
             eta = tl.load(weight + token, mask=live, other=0.0)
             uc, uf = _u(log_decay, places, token, OPERAND)
             tc, tf = _u(log_decay, places, token - 1, OPERAND)
@@ -533,38 +541,35 @@ def _adjoint(
             gram *= (-eta * tl.exp2((tc - bc) + (tf - bf)))[None, :]
             solution = _right_wide(given, tl.trans(of_given), tl.zeros([BV, ROWS], tl.float32), OPERAND, "tf32x3")
             solution = _exact(h, tl.trans(of_h), solution, OPERAND)
-            into, mask = _turned(_slot_rows(y, program, slot, token, C, SPACE, V), columns, live, V)
+            into, mask = _turned(_slot_rows(y, number, slot, token, C, SPACE, V), columns, live, V)
             tl.store(into, solution, mask=mask)
             pair = token + slot - (W - 1)
             v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
             v_at, mask = _turned(v_at, columns, exists(start + pair, live, 0, CARRIED), V)
             products = tl.sum(solution * tl.load(v_at, mask=mask, other=0.0).to(tl.float32), 0)
-            into = sums + (program * W + slot) * TILE + token
+            into = sums + (number * W + slot) * TILE + token
             tl.store(into, products + tl.load(into, mask=live & (tile > 0), other=0.0), mask=live)
             h = _exact(solution, tl.trans(gram), h * tl.exp2((ec - bc) + (ef - bf)), OPERAND)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit
 def _residuals(
-    k, v, previous, tail_x, tail_v, weight, log_decay, states, rho,
-    bounds, first, owner, length, longest, heads, places,
+    k, v, previous, tail_x, tail_v, weight, log_decay, states, rho, number, program, sequence, low, count, start, head,
+    heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr,
-    CARRIED: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    CARRIED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """rho, [chunks, H, SPACE, V] as Y."""
-    program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * TILE, log_decay + program * TILE
     states += program * V * K
-    head = program % heads
-    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
-    if start >= count:
-        return
     e = tl.arange(0, HALF)
     x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
     pair = e - (W - 1)
     v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
     valued = exists(start + pair, start + pair < count, 0, CARRIED)
+    if K <= BK:
+        x = load_rows(x_at, there, tl.arange(0, BK), K).to(OPERAND)
     for tile in range(0, (V + BV - 1) // BV):
         columns = tile * BV + tl.arange(0, BV)
         value_at, inside = _turned(v_at, columns, valued, V)
@@ -572,7 +577,8 @@ def _residuals(
         found = tl.zeros([BV, HALF], tl.float32)
         for beginning in range(0, K, BK):
             kk = beginning + tl.arange(0, BK)
-            x = load_rows(x_at, there, kk, K).to(OPERAND)
+            if K > BK:
+                x = load_rows(x_at, there, kk, K).to(OPERAND)
             found = tl.dot(_load_state(states, columns, kk, V, K), tl.trans(x), found, input_precision=PRECISION)
         for begin in range(0, C, PAIRED):
             at, present, token, slot, live = _pair_rows(
@@ -584,8 +590,9 @@ def _residuals(
             for beginning in range(0, K, BK):
                 kk = beginning + tl.arange(0, BK)
                 rows = load_rows(at, present, kk, K).to(OPERAND)
-                gram = _gram(load_rows(x_at, there, kk, K).to(OPERAND), rows, gram)
-                own = _gram(rows, rows, own)
+                if K > BK:
+                    x = load_rows(x_at, there, kk, K).to(OPERAND)
+                gram, own = _gram(x, rows, gram), _gram(rows, rows, own)
             w = tl.load(weight + token, mask=live, other=0.0)
             uc, uf = _u(log_decay, places, token, OPERAND)
             tc, tf = _u(log_decay, places, token - 1, OPERAND)
@@ -600,27 +607,100 @@ def _residuals(
             gram *= (w * tl.exp2((ec - uc) + (ef - uf)))[None, :]
             residual = _right_wide(value, tl.trans(of_value), tl.zeros([BV, ROWS], tl.float32), OPERAND, "tf32x3")
             residual = _exact(found, tl.trans(of_found), residual, OPERAND)
-            into, mask = _turned(_slot_rows(rho, program, slot, token, C, SPACE, V), columns, live, V)
+            into, mask = _turned(_slot_rows(rho, number, slot, token, C, SPACE, V), columns, live, V)
             tl.store(into, residual, mask=mask)
             found = _exact(residual, tl.trans(gram), found * tl.exp2((ec - bc) + (ef - bf)), OPERAND)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
+def _solutions(
+    q, k, v, previous, tail_x, tail_v, weight, log_decay, states, grad_output, grad_states, y, rho, sums,
+    bounds, first, owner, length, longest, heads, places, offset,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
+    W: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr,
+    CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Y of a chunk and head, from number `offset` on, or, by the second half of the programs, rho: the longer first."""
+    half = tl.num_programs(0) // 2
+    number = (tl.program_id(0) % half).to(tl.int64)
+    program = number + offset
+    if program * TILE >= places:
+        return
+    head = program % heads
+    sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if start >= count:
+        return
+    if tl.program_id(0) < half:
+        _adjoint(
+            q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, number, program,
+            sequence, low, count, start, head, heads, places, K, V, BK, BV, C, TILE, W, PAIRED, ROWS, SPACE, SHIFT,
+            CARRIED, LAG, OPERAND, PRECISION,
+        )  # fmt: skip
+    else:
+        _residuals(
+            k, v, previous, tail_x, tail_v, weight, log_decay, states, rho, number, program, sequence, low, count,
+            start, head, heads, places, K, V, BK, BV, C, TILE, W, PAIRED, ROWS, SPACE, SHIFT, CARRIED, OPERAND,
+            PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _or_edge(rows, edge, program, start, e, W: tl.constexpr, WIDTH: tl.constexpr):
+    """`rows`, or for pairs of the chunk before pointers to what is left for `_collect` to add to them."""
+    return tl.where((start > 0) & (e < W - 1), _rows_of(edge, program, e, W - 1, WIDTH), rows)
+
+
+@triton.jit
+def _part_rows(
+    grad_k, grad_previous, grad_tail_x, edge_x, program, sequence, low, start, head, heads, e,
+    K: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+):  # fmt: skip
+    """Pointers to a chunk's parts of dX: where the keys lie, or the edge."""
+    pair = e - (W - 1)
+    rows = x_rows(grad_k, grad_previous, grad_tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
+    return _or_edge(rows, edge_x, program, start, e, W, K)
+
+
+@triton.jit
+def _units(top, places, e, windowed, W: tl.constexpr):
+    """[HALF, HALF] by token and pair the top eigenvectors of windows, those of a chunk being at `top`."""
+    place = e[None, :] - e[:, None]
+    there = (place >= 0) & (place < W) & windowed[:, None]
+    return tl.load(top + place.to(tl.int64) * places + e[:, None], mask=there, other=0.0)
+
+
+@triton.jit
+def _of_energies(unit, e, given, SMOOTHNESS: tl.constexpr, OPERAND: tl.constexpr):
+    """[HALF, HALF] by pair D, where windows with the gradients `given` [HALF] of the eigenvalues, or traces, of their
+    sums ask for 2 D X."""
+    if SMOOTHNESS == 0:
+        return tl.where(e[:, None] == e[None, :], tl.sum(unit * given[:, None], 0)[None, :], 0.0)
+    else:
+        return _exact(tl.trans(unit * given[:, None]), unit, tl.zeros(unit.shape, tl.float32), OPERAND)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
 def _gradients(
     q, k, gain, ridge, previous, previous_valid, tail_x, tail_valid, lengths, weight, log_decay, energy, states,
-    grad_output, grad_states, y, rho, sums, scales, grad_q, grad_gain, grad_ridge, grad_energy, part_x,
-    bounds, first, owner, length, longest, heads, places,
+    top, grad_output, grad_states, y, rho, sums, scales, grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_energy,
+    grad_previous, grad_tail_x, grad_tail_v, edge_x, edge_v,
+    bounds, first, owner, length, longest, heads, places, offset,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, LAG: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, DETACH: tl.constexpr,
-    EPSILON: tl.constexpr, FLOOR: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    EPSILON: tl.constexpr, FLOOR: tl.constexpr, SMOOTHNESS: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one chunk of one head: of q, gain and ridge, of the windows' sums behind the energies, [chunks, H,
-    TILE], and the chunk's part of dX but for these, [chunks, H, E, K].
+    """Gradients of one chunk of one head: of q, gain and ridge, and the chunk's parts of dX, where their keys lie, and
+    of dV. Those of the W - 1 pairs of the chunk before go to edges [chunks, H, W - 1, .]. Where energies are bounds,
+    the gradients of windows' sums, [chunks, H, TILE], are left for `_add_bound`.
 
-    The part of dV is left in the first E rows of Y, -J' Diag(w exp(u_{t-1})) Y behind it, and M_C in those of rho.
+    With several tiles of values, -J' Diag(w exp(u_{t-1})) Y is left in rows of Y, and M_C in those of rho.
     """
-    program = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(0).to(tl.int64)
+    program = number + offset
+    if program * TILE >= places:
+        return
     weight, log_decay = weight + program * TILE, log_decay + program * TILE
     states, grad_states = states + program * V * K, grad_states + program * V * K
     head = program % heads
@@ -630,11 +710,15 @@ def _gradients(
     e = tl.arange(0, HALF)
     x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
     here = (e < C) & (start + e < count)
+    paired = start + e - (W - 1) < count
+    v_into = v_rows(grad_v, grad_tail_v, sequence, low, start, e - (W - 1), head, heads, V, W, CARRIED)
+    v_into = _or_edge(v_into, edge_v, program, start, e, W, V)
+    valued = exists(start + e - (W - 1), paired, 0, CARRIED)
     given_at = token_rows(grad_output, low + start, e, head, heads, V)
     end_c, end_f = _at_end(log_decay, places, C, OPERAND)
     middle = tl.minimum(e - W // 2, C - 1)
     mc, mf = _u(log_decay, places, middle, OPERAND)
-    scales += program * (W * HALF)
+    scales += number * (W * HALF)
     for slot in range(W):
         token, writes = _writers(e, slot, start, count, C)
         uc, uf = _u(log_decay, places, token, OPERAND)
@@ -646,93 +730,53 @@ def _gradients(
     of_values = tl.zeros([HALF], tl.float32)
     of_weight = tl.zeros([HALF], tl.float32)
     ahead = e[:, None] - e[None, :]
+    made = tl.zeros([HALF, BV], OPERAND)
+    lost = tl.zeros([HALF, BV], OPERAND)
     for tile in range(0, (V + BV - 1) // BV):
         columns = tile * BV + tl.arange(0, BV)
         given = load_rows(given_at, here, columns, V).to(OPERAND)
         for slot in range(W):
             token, writes = _writers(e, slot, start, count, C)
-            solution = load_rows(_slot_rows(y, program, slot, token, C, SPACE, V), writes, columns, V)
+            solution = load_rows(_slot_rows(y, number, slot, token, C, SPACE, V), writes, columns, V)
             coupled = tl.zeros([HALF, HALF], tl.float32)
-            for other in range(W):
+            for other in tl.range(W, num_stages=3):  # nothing in it is written here
                 earlier, written = _writers(e, other, start, count, C)
-                residual = load_rows(_slot_rows(rho, program, other, earlier, C, SPACE, V), written, columns, V)
+                residual = load_rows(_slot_rows(rho, number, other, earlier, C, SPACE, V), written, columns, V)
                 within = tl.dot(solution, tl.trans(residual), input_precision=PRECISION)
                 scale = tl.load(scales + other * HALF + e)
-                coupled += tl.where(ahead > slot - other, within * scale[None, :], 0.0)
+                coupled += tl.where(ahead > slot - other, within, 0.0) * scale[None, :]
             eta = tl.load(weight + token, mask=writes, other=0.0)
             tc, tf = _u(log_decay, places, token - 1, OPERAND)
             df -= coupled * (eta * tl.exp2(tl.where(writes, (tc - mc) + (tf - mf), 0.0)))[:, None]
-            residual = load_rows(_slot_rows(rho, program, slot, token, C, SPACE, V), writes, columns, V)
+            residual = load_rows(_slot_rows(rho, number, slot, token, C, SPACE, V), writes, columns, V)
             read = tl.dot(given, tl.trans(residual), input_precision=PRECISION)
-            read *= tl.load(scales + slot * HALF + e)[None, :]
-            dp += tl.where(ahead >= LAG - slot, read, 0.0)
-        made = tl.zeros([HALF, BV], tl.float32)
-        dv = tl.zeros([HALF, BV], tl.float32)
-        lost = tl.zeros([HALF, BV], tl.float32)
-        for slot in range(W):
+            dp += tl.where(ahead >= LAG - slot, read, 0.0) * tl.load(scales + slot * HALF + e)[None, :]
+        of_end = tl.zeros([HALF, BV], tl.float32)
+        of_value = tl.zeros([HALF, BV], tl.float32)
+        of_found = tl.zeros([HALF, BV], tl.float32)
+        for slot in tl.range(W, loop_unroll_factor=2):
             token, writes = _writers(e, slot, start, count, C)
-            solution = load_rows(_slot_rows(y, program, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
-            residual = load_rows(_slot_rows(rho, program, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
+            solution = load_rows(_slot_rows(y, number, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
+            residual = load_rows(_slot_rows(rho, number, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
             eta = tl.load(weight + token, mask=writes, other=0.0)
             tc, tf = _u(log_decay, places, token - 1, OPERAND)
             of_weight += moved(tl.sum(solution * residual, 1), slot, e)
-            made += residual * tl.load(scales + slot * HALF + e)[:, None]
-            dv += solution * eta[:, None]
-            lost -= solution * (eta * tl.exp2(tc + tf))[:, None]
-        made *= tl.exp2((end_c - mc) + (end_f - mf))[:, None]
+            of_end += residual * tl.load(scales + slot * HALF + e)[:, None]
+            of_value += solution * eta[:, None]
+            of_found -= solution * (eta * tl.exp2(tc + tf))[:, None]
+        store_rows(v_into, of_value, valued, columns, V)
+        made = (of_end * tl.exp2((end_c - mc) + (end_f - mf))[:, None]).to(OPERAND)
+        lost = of_found.to(OPERAND)
+        if V > BV:
+            tl.debug_barrier()
+            store_rows(_rows_of(y, number, e, SPACE, V), lost, e >= 0, columns, V)
+            store_rows(_rows_of(rho, number, e, SPACE, V), made, e >= 0, columns, V)
+    if V > BV:
         tl.debug_barrier()
-        store_rows(_rows_of(y, program, e, SPACE, V), dv, e >= 0, columns, V)
-        store_rows(_rows_of(y, program, HALF + e, SPACE, V), lost, e >= 0, columns, V)
-        store_rows(_rows_of(rho, program, e, SPACE, V), made, e >= 0, columns, V)
-    tl.debug_barrier()
 
-    rc, rf = _u(log_decay, places, e - LAG, OPERAND)
-    df *= _pairwise(mc[:, None], mf[:, None], mc[None, :], mf[None, :], ahead > -W)
-    dp *= _pairwise(rc[:, None], rf[:, None], mc[None, :], mf[None, :], ahead > LAG - W)
-    at_end = tl.exp2(end_c + end_f)
-    q_at = token_rows(q, low + start, e, head, heads, K)
-    of_read, of_written = tl.trans(dp).to(OPERAND), (df + tl.trans(df)).to(OPERAND)
-    kept = 0.0
-    read = tl.zeros([HALF], tl.float32)
-    alike = tl.zeros([HALF, HALF], tl.float32)
-    for beginning in range(0, K, BK):
-        kk = beginning + tl.arange(0, BK)
-        dq = tl.zeros([HALF, BK], tl.float32)
-        dx = tl.zeros([HALF, BK], tl.float32)
-        left = tl.zeros([HALF, BK], tl.float32)
-        for tile in range(0, (V + BV - 1) // BV):
-            columns = tile * BV + tl.arange(0, BV)
-            s = _load_state(states, columns, kk, V, K)
-            g = _load_state(grad_states, columns, kk, V, K)
-            given = load_rows(given_at, here, columns, V).to(OPERAND)
-            kept += _product(s, g) * at_end
-            dq = tl.dot(given, s, dq, input_precision=PRECISION)
-            made = load_rows(_rows_of(rho, program, e, SPACE, V), e >= 0, columns, V)
-            left = tl.dot(made, g, left, input_precision=PRECISION)
-            lost = load_rows(_rows_of(y, program, HALF + e, SPACE, V), e >= 0, columns, V)
-            dx = tl.dot(lost, s, dx, input_precision=PRECISION)
-        x = load_rows(x_at, there, kk, K).to(OPERAND)
-        kept += _product(x, left)
-        query = load_rows(q_at, here, kk, K).to(OPERAND)
-        dq *= tl.exp2(rc + rf)[:, None]
-        read += tl.sum(dq * query.to(tl.float32), 1)
-        alike = _gram(query, x, alike)
-        dq = tl.dot(dp.to(OPERAND), x, dq, input_precision=PRECISION)
-        store_rows(token_rows(grad_q, low + start, e, head, heads, K), dq, here, kk, K)
-        dx = tl.dot(of_written, x, dx + left, input_precision=PRECISION)
-        dx = tl.dot(of_read, query, dx, input_precision=PRECISION)
-        store_rows(_rows_of(part_x, program, e, HALF, K), dx, e >= 0, kk, K)
-    read += tl.sum(dp * alike, 1)
+    # All that is loaded from here on, but for tiles of K and V, is asked for at once.
     for slot in tl.static_range(W):
-        of_values += tl.load(sums + (program * W + slot) * TILE + e, mask=here, other=0.0)
-
-    # Cotangents: of u_C `kept`, of u_t -w dw, of u_{t-1} `owed`, `read` of the one that is read. In owed - w dw, of
-    # which sums run over tokens, only the values are left. A step's decay is in u_t from its own token on, in u_{t-1}
-    # from the next.
-    eta = tl.load(weight + e, mask=here, other=0.0)
-    owed = eta * (of_weight - of_values)
-    grad_decay = tl.cumsum(read - eta * of_values, 0, reverse=True) - owed - read * LAG + kept
-
+        of_values += tl.load(sums + (number * W + slot) * TILE + e, mask=here, other=0.0)
     real = count
     if MASKED:
         real = tl.load(lengths + sequence).to(tl.int32)
@@ -745,13 +789,85 @@ def _gradients(
     if RIDGE > 0:
         coefficient = tl.load(ridge + row, mask=active, other=0.0).to(tl.float32)
     statistic = tl.load(energy + program * TILE + e)
+    eta = tl.load(weight + e, mask=here, other=0.0)
+    if SMOOTHNESS == 1:
+        unit = _units(top + program * TILE, places, e, here, W)
+    else:
+        unit = tl.where((e[None, :] >= e[:, None]) & (e[None, :] < e[:, None] + W), 1.0, 0.0)
+    rc, rf = _u(log_decay, places, e - LAG, OPERAND)
+    df *= _pairwise(mc[:, None], mf[:, None], mc[None, :], mf[None, :], ahead > -W)
+    dp *= _pairwise(rc[:, None], rf[:, None], mc[None, :], mf[None, :], ahead > LAG - W)
+    at_end = tl.exp2(end_c + end_f)
+    q_at = token_rows(q, low + start, e, head, heads, K)
+    of_read = tl.trans(dp).to(OPERAND)
+    into = _part_rows(
+        grad_k, grad_previous, grad_tail_x, edge_x, program, sequence, low, start, head, heads, e, K, W, SHIFT, CARRIED
+    )
+    kept = 0.0
+    read = tl.zeros([HALF], tl.float32)
+    alike = tl.zeros([HALF, HALF], tl.float32)
+    dx = tl.zeros([HALF, BK], tl.float32)
+    x = tl.zeros([HALF, BK], OPERAND)
+    for beginning in range(0, K, BK):
+        kk = beginning + tl.arange(0, BK)
+        x = load_rows(x_at, there, kk, K).to(OPERAND)
+        query = load_rows(q_at, here, kk, K).to(OPERAND)
+        dq = tl.zeros([HALF, BK], tl.float32)
+        dx = tl.zeros([HALF, BK], tl.float32)
+        left = tl.zeros([HALF, BK], tl.float32)
+        for tile in range(0, (V + BV - 1) // BV):
+            columns = tile * BV + tl.arange(0, BV)
+            s = _load_state(states, columns, kk, V, K)
+            g = _load_state(grad_states, columns, kk, V, K)
+            given = load_rows(given_at, here, columns, V).to(OPERAND)
+            kept += _product(s, g) * at_end
+            dq = tl.dot(given, s, dq, input_precision=PRECISION)
+            if V > BV:
+                made = load_rows(_rows_of(rho, number, e, SPACE, V), e >= 0, columns, V)
+                lost = load_rows(_rows_of(y, number, e, SPACE, V), e >= 0, columns, V)
+            left = tl.dot(made, g, left, input_precision=PRECISION)
+            dx = tl.dot(lost, s, dx, input_precision=PRECISION)
+        kept += _product(x, left)
+        dq *= tl.exp2(rc + rf)[:, None]
+        read += tl.sum(dq * query.to(tl.float32), 1)
+        alike = _gram(query, x, alike)
+        dq = tl.dot(dp.to(OPERAND), x, dq, input_precision=PRECISION)
+        store_rows(token_rows(grad_q, low + start, e, head, heads, K), dq, here, kk, K)
+        dx = tl.dot(of_read, query, dx + left, input_precision=PRECISION)
+        if K > BK:  # until what the energies ask for is known
+            store_rows(into, dx, there, kk, K)
+    read += tl.sum(dp * alike, 1)
+
+    # Cotangents: of u_C `kept`, of u_t -w dw, of u_{t-1} `owed`, `read` of the one that is read. In owed - w dw, of
+    # which sums run over tokens, only the values are left. A step's decay is in u_t from its own token on, in u_{t-1}
+    # from the next.
+    owed = eta * (of_weight - of_values)
+    grad_decay = tl.cumsum(read - eta * of_values, 0, reverse=True) - owed - read * LAG + kept
+
     of_gain, of_ridge, of_energy = step_gradients(
         beta, coefficient, statistic, of_weight / size, grad_decay, active, RIDGE, DIRECT, True, DETACH, EPSILON, FLOOR
     )
     tl.store(grad_gain + row, of_gain, mask=here)
     if RIDGE > 0:
         tl.store(grad_ridge + row, of_ridge, mask=here)
-    tl.store(grad_energy + program * TILE + e, of_energy / size, mask=here)
+    of_written = df + tl.trans(df)
+    if SMOOTHNESS == 2:
+        tl.store(grad_energy + program * TILE + e, of_energy / size, mask=here)
+    else:
+        given = tl.where(here, of_energy / size, 0.0)
+        of_written += 2.0 * _of_energies(unit, e, given, SMOOTHNESS, OPERAND)
+    of_written = of_written.to(OPERAND)
+    if K > BK:
+        tl.debug_barrier()
+    for beginning in range(0, K, BK):
+        kk = beginning + tl.arange(0, BK)
+        if K > BK:
+            dx = load_rows(into, there, kk, K).to(tl.float32)
+            x = load_rows(x_at, there, kk, K).to(OPERAND)
+        store_rows(into, tl.dot(of_written, x, dx, input_precision=PRECISION), there, kk, K)
+        if SHIFT:  # the last key is a write feature of the next call, through the state
+            last = grad_k + ((low + count - 1) * heads + head) * K
+            tl.store(last + kk, tl.zeros([BK], grad_k.dtype.element_ty), mask=(kk < K) & (start + C >= count))
 
 
 @triton.jit
@@ -767,7 +883,8 @@ def _fold(i, pair, tile, W: tl.constexpr, OPERAND: tl.constexpr):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _add_bound(
-    k, previous, tail_x, grad_energy, part_x, bounds, first, owner, length, longest, heads,
+    k, previous, tail_x, grad_energy, grad_k, grad_previous, grad_tail_x, edge_x,
+    bounds, first, owner, length, longest, heads,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr,
     CARRIED: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
@@ -778,7 +895,11 @@ def _add_bound(
     if start >= count:
         return
     i = tl.arange(0, ROWS)
-    at = _rows_of(part_x, program, i, HALF, K)
+    at = _part_rows(
+        grad_k, grad_previous, grad_tail_x, edge_x, program, sequence, low, start, head, heads, i, K, W, SHIFT, CARRIED
+    )
+    place = start + i - (W - 1)
+    there = exists(place, (i < HALF) & (place < count), SHIFT, CARRIED)
     for begin in range(0, C, ROWS // W):
         step = begin + i // W
         pair = step + i % W - (W - 1)
@@ -793,79 +914,43 @@ def _add_bound(
                 k, previous, tail_x, sequence, low, count, start, pair, head, heads, kk, K, W, SHIFT, CARRIED
             )
             part = _fold(i, pair, tl.dot(left, x, input_precision="tf32x3"), W, OPERAND)
-            part += load_rows(at, i < HALF, kk, K).to(tl.float32)
+            part += load_rows(at, there, kk, K).to(tl.float32)
             tl.debug_barrier()
-            store_rows(at, part, i < HALF, kk, K)
+            store_rows(at, part, there, kk, K)
         tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _collect(
-    k, previous, tail_x, top, grad_energy, part_x, part_v, grad_k, grad_v, grad_previous, grad_tail_x, grad_tail_v,
-    bounds, first, owner, length, longest, heads, places,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
-    W: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, PACKED: tl.constexpr,
-    SMOOTHNESS: tl.constexpr, REACH: tl.constexpr,
+    grad_k, grad_v, edge_x, edge_v, bounds, first, owner, length, longest, heads,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    REACH: tl.constexpr, SHIFT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the write features, where their keys lie, and values of a chunk: the parts of all chunks whose
-    windows hold them, and what the windows' energies ask for where these are no bounds. The first chunk has the tail's.
+    """Adds to dX and dV of the last W - 1 pairs before a chunk the chunk's parts of them: a pair is in the windows of
+    two chunks at most, W - 1 being less than C.
 
-    REACH: rows of a tile, the pair r - (W - 1) in the row r, with all windows that hold one of the chunk's own.
+    REACH: rows of a tile.
     """
     program = tl.program_id(0).to(tl.int64)
-    number, head = program // heads, program % heads
-    sequence, low, count, start = chunk_of(number, bounds, first, owner, length, longest, C, PACKED)
-    if start >= count:
+    head = program % heads
+    _, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if (start == 0) | (start >= count):
         return
-    row = tl.arange(0, REACH)
-    pair = row - (W - 1)
-    own = (pair < C) & (start + pair < count)
-    own = own & ((pair >= 0) | (start == 0)) if CARRIED else own & (pair >= 0)
-
-    if SMOOTHNESS < 2:
-        windowed = (row < C + W - 1) & (start + row < count)
-        at = ((number + row // C) * heads + head) * TILE + row % C
-        given = tl.load(grad_energy + at, mask=windowed, other=0.0)
-        band = window_gradients(top, places, at, windowed, row, given, W, SMOOTHNESS)
-    into = x_rows(grad_k, grad_previous, grad_tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
-    there = exists(start + pair, own, SHIFT, CARRIED)
+    e = tl.arange(0, REACH)
+    pair = e - (W - 1)
+    there = e < W - 1
+    into = token_rows(grad_k, low + start - SHIFT, pair, head, heads, K)
     for begin in range(0, K, BK):
         columns = begin + tl.arange(0, BK)
-        total = tl.zeros([REACH, BK], tl.float32)
-        if SMOOTHNESS < 2:
-            x = window_rows(
-                k, previous, tail_x, sequence, low, count, start, pair, head, heads, columns, K, W, SHIFT, CARRIED
-            )
-            total += band[0][:, None] * x
-        if SMOOTHNESS == 1:
-            for lag in tl.static_range(1, W):
-                later = window_rows(
-                    k, previous, tail_x, sequence, low, count, start, pair + lag, head, heads, columns, K, W, SHIFT,
-                    CARRIED,
-                )  # fmt: skip
-                earlier = window_rows(
-                    k, previous, tail_x, sequence, low, count, start, pair - lag, head, heads, columns, K, W, SHIFT,
-                    CARRIED,
-                )  # fmt: skip
-                total += band[lag][:, None] * later + moved(band[lag], -lag, row)[:, None] * earlier
-        total *= 2.0
-        for after in tl.static_range((C + W - 2) // C + 1):
-            inside = there & (row >= after * C) & (start + after * C < count)
-            part = _rows_of(part_x, program + after * heads, row - after * C, HALF, K)
-            total += load_rows(part, inside, columns, K).to(tl.float32)
+        total = load_rows(into, there, columns, K).to(tl.float32)
+        total += load_rows(_rows_of(edge_x, program, e, W - 1, K), there, columns, K).to(tl.float32)
         store_rows(into, total, there, columns, K)
-        if SHIFT:  # the last key is a write feature of the next call, through the state
-            last = grad_k + ((low + count - 1) * heads + head) * K
-            tl.store(last + columns, tl.zeros([BK], grad_k.dtype.element_ty), mask=(columns < K) & (start + C >= count))
-    into = v_rows(grad_v, grad_tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
+    into = token_rows(grad_v, low + start, pair, head, heads, V)
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
-        total = tl.zeros([REACH, BV], tl.float32)
-        for after in tl.static_range((C + W - 2) // C + 1):
-            inside = own & (row >= after * C) & (start + after * C < count)
-            part = _rows_of(part_v, program + after * heads, row - after * C, SPACE, V)
-            total += load_rows(part, inside, columns, V).to(tl.float32)
-        store_rows(into, total, own, columns, V)
+        total = load_rows(into, there, columns, V).to(tl.float32)
+        total += load_rows(_rows_of(edge_v, program, e, W - 1, V), there, columns, V).to(tl.float32)
+        store_rows(into, total, there, columns, V)
 
 
 # Launches
@@ -900,11 +985,14 @@ class Plan:
             layout, heads, key_dim, options, masked, carried, triton_schedule.parts(dtype), aligned
         )
         space = max(layout.chunk * window, 2 * pairs)
-        self.solved = (chunks, space, value_dim)
+        parts = launch.parts(device, chunks)
+        part = max(1, -(-chunks // parts))
+        self.offsets = range(0, chunks, part)
+        self.solved = (part, space, value_dim)
         self.lost, self.made = ((layout.chunks, heads, layout.chunk + pairs, width) for width in (key_dim, value_dim))
-        self.part_x = (chunks, pairs, key_dim)
+        self.edge_x, self.edge_v = ((chunks, window - 1, width) for width in (key_dim, value_dim))
         self.by_token = (chunks, pairs)
-        self.by_place = (chunks, window, pairs)
+        self.by_place = (part, window, pairs)
         self.exact = options.smoothness == SMOOTHNESS["exact"]
         self.top = (window, *self.schedule.shapes[2]) if window <= LARGEST_EXACT_WINDOW else None
         self.across = (layout.length, layout.longest, heads)
@@ -920,16 +1008,17 @@ class Plan:
             # float16 inputs are multiplied as tf32: as precise, without the overflow of what comes from the memory
             "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
             "MASKED": masked, "SMOOTHNESS": options.smoothness,
-            "REACH": triton.next_power_of_2(layout.chunk + 2 * (window - 1)),
+            "REACH": triton.next_power_of_2(window - 1),
         } | options.constants()  # fmt: skip
 
         def launcher(kernel, programs, config, tiles, *flags):
             constants = {n: c for n, c in (base | tiles).items() if n in kernel.arg_names}
             return Launcher(kernel, (programs,), constants | config.options(), flags, aligned)
 
-        def across(kernel, config, *flags):
-            tiles = {"BK": min(key_tile, config.value_tile), "BV": min(value_width, config.value_tile)}
-            return launcher(kernel, chunks, config, tiles, *flags)
+        def across(kernel, config, programs=chunks):
+            key_width = min(key_tile, config.value_tile, config.key_tile)
+            tiles = {"BK": key_width, "BV": min(value_width, config.value_tile)}
+            return launcher(kernel, programs, config, tiles)
 
         def along(kernel, config, *flags):
             if value_width < config.value_tile:
@@ -942,9 +1031,8 @@ class Plan:
         self.local = across(_local, sizes.local)
         self.carry = along(_carry, sizes.carry, "STORE", "FINAL")
         self.reverse = along(_reverse, sizes.reverse, "FINAL")
-        self.adjoint = across(_adjoint, sizes.adjoint)
-        self.residuals = across(_residuals, sizes.residuals)
-        self.gradients = across(_gradients, sizes.gradients)
+        self.solutions = across(_solutions, sizes.solutions, 2 * part)
+        self.gradients = across(_gradients, sizes.gradients, part)
         self.add_bound = across(_add_bound, sizes.add_bound) if options.smoothness == SMOOTHNESS["bound"] else None
         self.collect = across(_collect, sizes.collect)
 
@@ -980,23 +1068,21 @@ def backward(
         k, previous, tail_x, log_decay, lost, grad_output, grad_final, grad_states, into.memory, *tables[:2],
         *plan.numbers, flags=(grad_final is not None,),
     )  # fmt: skip
-    y, rho, part_x = empty(plan.solved), empty(plan.solved), empty(plan.part_x)
+    y, rho = empty(plan.solved), empty(plan.solved)
+    edge_x, edge_v = empty(plan.edge_x, k.dtype), empty(plan.edge_v, v.dtype)
     sums, scales = (empty(plan.by_place, torch.float32) for _ in range(2))
-    plan.adjoint(
-        q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, *tables,
-        *plan.numbers,
-    )  # fmt: skip
-    plan.residuals(k, v, previous, tail_x, tail_v, weight, log_decay, states, rho, *tables, *plan.numbers)
-    grad_energy = empty(plan.by_token, torch.float32)
-    plan.gradients(
-        q, k, call.gain, call.ridge, previous, previous_valid, tail_x, tail_valid, call.lengths, weight, log_decay,
-        energy, states, grad_output, grad_states, y, rho, sums, scales, into.q, into.gain, into.ridge, grad_energy,
-        part_x, *tables, *plan.numbers,
-    )  # fmt: skip
-    del rho
+    grad_energy = empty(plan.by_token, torch.float32) if plan.add_bound is not None else None
+    keys = into.before.previous_key, into.before.tail_x
+    for offset in plan.offsets:
+        plan.solutions(
+            q, k, v, previous, tail_x, tail_v, weight, log_decay, states, grad_output, grad_states, y, rho, sums,
+            *tables, *plan.numbers, offset,
+        )  # fmt: skip
+        plan.gradients(
+            q, k, call.gain, call.ridge, previous, previous_valid, tail_x, tail_valid, call.lengths, weight, log_decay,
+            energy, states, top, grad_output, grad_states, y, rho, sums, scales, into.q, into.k, into.v, into.gain,
+            into.ridge, grad_energy, *keys, into.before.tail_v, edge_x, edge_v, *tables, *plan.numbers, offset,
+        )  # fmt: skip
     if plan.add_bound is not None:
-        plan.add_bound(k, previous, tail_x, grad_energy, part_x, *tables, *plan.across)
-    plan.collect(
-        k, previous, tail_x, top, grad_energy, part_x, y, into.k, into.v, into.before.previous_key,
-        into.before.tail_x, into.before.tail_v, *tables, *plan.numbers,
-    )  # fmt: skip
+        plan.add_bound(k, previous, tail_x, grad_energy, into.k, *keys, edge_x, *tables, *plan.across)
+    plan.collect(into.k, into.v, edge_x, edge_v, *tables, *plan.across)
