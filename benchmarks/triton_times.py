@@ -60,12 +60,7 @@ SPACE = {  # bfloat16 tiles of less than 64 columns read past their shared memor
 # falcon_3's kernels along the blocks of a chunk: with more warps, their narrow tiles would be such right operands. They
 # read what they have written, and so have one stage.
 BLOCKS = {"BK": (64, 128), "BV": (32, 64, 128), "num_warps": (1, 2), "num_stages": (1,), "maxnreg": (None, 168, 128)}
-SPACE_OF_BLOCKS = {
-    "_local": BLOCKS,
-    "_residuals": BLOCKS,
-    "_adjoint": BLOCKS,
-    "_gradients": BLOCKS | {"num_warps": (4, 8)},
-}
+SPACE_OF_BLOCKS = {"_local": BLOCKS, "_residuals": BLOCKS, "_adjoint": BLOCKS, "_gradients": BLOCKS}
 KERNELS = list(SPACE | SPACE_OF_BLOCKS)
 
 
@@ -114,7 +109,7 @@ def launches(both) -> list[tuple]:
 def candidates(kernel, grid: tuple[int, ...], constants: dict) -> list[tuple[dict, tuple[int, ...]]]:
     """Other options, and the grid that goes with them; the shipped ones first."""
     name = kernel.__name__
-    space = SPACE_OF_BLOCKS[name] if "BLOCK" in constants else SPACE[name]
+    space = SPACE_OF_BLOCKS[name] if "TILE" in constants and name in SPACE_OF_BLOCKS else SPACE[name]
     found: list[tuple[dict, tuple[int, ...]]] = [({}, grid)]
     for values in product(*space.values()):
         options = dict(zip(space, values, strict=True))
