@@ -45,6 +45,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config, PreTrainedConfig, PreTrainedModel
 
 from falcon_hf import FalconFastWeightConfig
+from falcon_hf.generation_falcon_fast_weight import without_collection
 from falcon_hf.memory_falcon_fast_weight import write_atomically
 
 UNSCORED = -100  # a target that is none
@@ -322,7 +323,7 @@ class Run:
                 self.ids, self.targets = ids, targets  # a graph reads the tensors that it has recorded
                 self.graph = torch.cuda.CUDAGraph()
                 self.optimizer.zero_grad(set_to_none=True)
-                with torch.cuda.graph(self.graph, stream=self.stream):
+                with without_collection(), torch.cuda.graph(self.graph, stream=self.stream):
                     self.compute(ids, targets)
                 self.graph.replay()  # recording computes nothing
             else:

@@ -11,7 +11,9 @@ The graph of the last call is kept for the next one that is like it, with a stat
 copying.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -396,6 +398,18 @@ class GraphLoop(Loop):
             KEPT[model] = self
 
 
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """While a CUDA graph is captured: an older one in a cycle of garbage frees its memory, which ends the capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def capture(step: Callable[[int], None], count: int, device: torch.device) -> torch.cuda.CUDAGraph:
     """The CUDA graph of `count` steps. The random numbers that follow are as if there had been no capture."""
     graph = torch.cuda.CUDAGraph()
@@ -406,7 +420,7 @@ def capture(step: Callable[[int], None], count: int, device: torch.device) -> to
             for _ in range(2):
                 step(0)
         current.wait_stream(other)
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with without_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for place in range(count):
                 step(place)
     return graph

@@ -447,3 +447,24 @@ def test_the_command_uses_it_where_there_are_graphs_and_it_can(call, checkpoint,
     assert code == 0, errors
     assert len(tapes) == 1
     assert again == text
+
+
+def test_collection_goes_on_after_a_capture_as_before():
+    seen = []
+
+    def capture():
+        with generation.without_collection():
+            seen.append(gc.isenabled())
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        capture()
+    assert seen == [False]
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with generation.without_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

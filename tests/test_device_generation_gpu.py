@@ -1,6 +1,7 @@
 """Generation with its loop in a CUDA graph: the text of generate, its distribution, no waiting, no growth."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -121,3 +122,30 @@ def test_a_plain_step_waits_for_nothing(rule):
             model(ids[:, :1], use_cache=True, **{CACHE_NAME: cache})
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_garbage_with_a_graph_of_its_own_does_not_end_a_capture():
+    x, calls, kept = torch.zeros(1, device="cuda"), [], []
+    older = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(older):
+        kept.append([older, torch.zeros(1 << 25, device="cuda")])
+    kept[0].append(kept[0])
+    del older
+
+    def step(place):
+        calls.append(place)
+        if len(calls) == 3:  # after two that are not recorded
+            kept.clear()
+            cycles = [[] for _ in range(100)]
+            for cycle in cycles:
+                cycle.append(cycle)
+        x.add_(1)
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(10, 1, 1)
+    try:
+        graph = generation.capture(step, 4, x.device)
+    finally:
+        gc.set_threshold(*thresholds)
+    graph.replay()
+    assert x.item() == 2 + 4
