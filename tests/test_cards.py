@@ -173,4 +173,6 @@ def test_recipes_readme_has_the_perplexities_of_distillation():
         late = " | ".join(f"{last[stage]:.1f}" for stage in ("match", "tune"))
         assert f"| {name} | {early} | {late} |" in readme
         assert f"The teacher's is {last['teacher']:.1f}." in readme
+        if "scratch" in last:
+            assert f"is at {last['scratch']:.1f} after {list(run['curve']['scratch'])[-1]} steps" in readme
     assert measured["tokens a step"] == 64 * 512
