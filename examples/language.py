@@ -229,10 +229,13 @@ class Language:
     def evaluate(self, model: PreTrainedModel, progress: Callable[[Iterable, str], Iterable]) -> dict[str, Any]:
         """What `bits_per_byte` and `loss_by_position` say of each file, by its name."""
         exact, figures = Float32Head(model), {}
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
         for name, (tokens, facts) in self.held_out.items():
             figures[name] = bits_per_byte(exact, tokens, facts, self.length, progress=progress)
             del figures[name]["sources"]
             figures[name]["by_position"] = loss_by_position(exact, tokens, facts["end"], self.longest, progress)
+        torch.set_float32_matmul_precision(precision)
         return figures
 
     @property
