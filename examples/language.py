@@ -391,28 +391,38 @@ def perplexity(run: dict[str, Any], name: str, first: int, last: int) -> float:
 
 
 def draw(results: list[dict[str, Any]], folder: Path) -> None:
-    """Loss over tokens after a tenth of them, and perplexity over position on each file; ranges are of the seeds."""
+    """Loss over tokens after a tenth of them, and perplexity over position on each file; ranges are of the seeds.
+
+    Perplexities above those at trained positions are out of the picture.
+    """
     from matplotlib.figure import Figure
 
     length = results[0]["task"]["length"]
     files = [name for name, of in results[0]["evaluation"].items() if of["by_position"] is not None]
-    figure = Figure(figsize=(5.5 * (1 + len(files)), 4.5), layout="constrained")
-    axes = figure.subplots(1, 1 + len(files), squeeze=False)[0]
+    count = 1 + len(files)
+    figure = Figure(figsize=(12, 4.5 * math.ceil(count / 2)), layout="constrained")
+    axes = [figure.add_subplot(math.ceil(count / 2), 2, 1 + i) for i in range(count)]
+    highest = dict.fromkeys(files, 0.0)
     for (model, runs), style in zip(best(results).items(), side_by_side.STYLES, strict=False):
         logs = [{e["step"]: e["loss"] for e in run["log"] if e["step"] >= run["steps"] / 10} for run in runs]
         steps = sorted(set.intersection(*map(set, logs)))
         seen = [step * runs[0]["batch_size"] * length / 1e6 for step in steps]
         side_by_side.draw_band(axes[0], seen, [[log[step] for step in steps] for log in logs], model, style)
         for ax, name in zip(axes[1:], files, strict=True):
-            edges = runs[0]["evaluation"][name]["by_position"]["edges"]
-            ranges = list(itertools.pairwise(edges))
+            ranges = list(itertools.pairwise(runs[0]["evaluation"][name]["by_position"]["edges"]))
             curves = [[perplexity(run, name, *between) for between in ranges] for run in runs]
             side_by_side.draw_band(ax, [sum(between) / 2 for between in ranges], curves, model, style)
+            trained = [value for curve in curves for value, (_, b) in zip(curve, ranges, strict=True) if b <= length]
+            highest[name] = max(highest[name], *trained)
     axes[0].set(xlabel="tokens seen (millions)", ylabel="loss of the batches (nats per token)", title="training")
     for ax, name in zip(axes[1:], files, strict=True):
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
         ax.set(xlabel="tokens of the document read before", ylabel="perplexity", title=name)
+        ax.set_ylim(top=1.1 * highest[name])
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_formatter("{x:,.0f}")
+        ax.yaxis.set_minor_formatter("{x:,.0f}")
         ax.axvline(length, color=side_by_side.INK, linewidth=0.8, linestyle=":")
         ax.text(length, 0.97, " longer than trained", transform=ax.get_xaxis_transform(), va="top", fontsize=9)
     side_by_side.name_lines(figure, axes[0])
