@@ -25,8 +25,8 @@ but the head of the evaluation. A finished run is measured on each --evaluate fi
 
 `report` shows of each model the learning rate with the lowest loss on the first --evaluate file. Tokens per second are
 the median over a run's log, by the clock of the wall: those of runs that are --together on the device disturb each
-other. side_by_side.py says how models are named and how a run goes on. Needs side_by_side.py, pretrain.py and its files
-beside this one, and `pip install "falcon-hf[train,plots]"`.
+other. side_by_side.py says how models are named and how a run goes on; its folder is OUTPUT/MODEL-seedN-lrRATE here.
+Needs side_by_side.py, pretrain.py and its files beside this one, and `pip install "falcon-hf[train,plots]"`.
 """
 
 # ruff: noqa: E402
@@ -62,7 +62,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from falcon_hf.modeling_falcon_fast_weight import for_products
 
 SIZES = {
-    "tiny": Size(64, 2, 2, batch_size=8, steps=100, learning_rate=5e-3),
+    "tiny": Size(64, 2, 2, batch_size=8, steps=200, learning_rate=5e-3),
     "base": Size(384, 6, 6, batch_size=64, steps=718, learning_rate=2e-3),  # 30 million, 19 of them GPT-2's vocabulary
 }
 LONGER = 8  # times the training length, up to which positions are measured
@@ -325,7 +325,13 @@ def best(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Of each model, the runs at the learning rate with the lowest loss on the first file of the evaluation.
 
     It is the mean over the seeds that there are at all of the model's learning rates, if there are such seeds.
+
+    Raises:
+        RecipeError: for runs that cannot be compared.
     """
+    for name in ("size", "steps", "batch_size", "warmup", "weight_decay"):
+        if len({run[name] for run in results}) > 1:
+            raise RecipeError(f"The runs differ in {name}: models are compared at one budget, keep others apart.")
     chosen = {}
     for model, runs in side_by_side.by_model(results).items():
         by_rate: dict[float, dict[int, dict[str, Any]]] = {}

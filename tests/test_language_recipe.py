@@ -282,6 +282,7 @@ def result(model, rate, seed, loss, together=1):
     evaluation = {"val": figures, "novel": {**figures, "loss": 10 - loss, "by_position": None}}
     run = {"model": model, "learning_rate": rate, "seed": seed, "parameters": 30e6, "evaluation": evaluation}
     run |= {"task": {"name": "language", "length": 128}, "batch_size": 4, "steps": 20, "steps_per_second": 2.0}
+    run |= {"size": "base", "warmup": 0.05, "weight_decay": 0.1}
     run |= {"together": together, "peak_memory": 3 * 2**30}
     return run | {"log": [{"step": step, "loss": loss + 1 / step} for step in range(1, 21)]}
 
@@ -325,6 +326,12 @@ def test_report_is_of_the_best_learning_rate_of_each_model(tmp_path):
 def test_a_seed_that_one_rate_alone_has_does_not_decide():
     worse = [result(FALCON, 1e-3, 0, 3.0), result(FALCON, 1e-3, 1, 9.0), result(FALCON, 2e-3, 0, 3.1)]
     assert [run["learning_rate"] for run in language.best(worse)[FALCON]] == [1e-3, 1e-3]
+
+
+@pytest.mark.parametrize("name", ["size", "steps", "batch_size", "warmup", "weight_decay"])
+def test_runs_of_different_budgets_are_not_compared(name):
+    with pytest.raises(side_by_side.RecipeError, match=f"differ in {name}"):
+        language.best([RESULTS[0], {**RESULTS[3], name: 0.5}])
 
 
 def test_a_sweep_has_a_folder_for_each_rate_and_shows_one(data, tmp_path, capsys):
