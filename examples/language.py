@@ -6,7 +6,8 @@ From Debian packages, or from texts of your own as in pretrain.py, to the table 
     python examples/pretrain.py tokenizer data/corpus/train.txt --output data/tokenizer
     python examples/pretrain.py tokenize data/corpus/train.txt --tokenizer data/tokenizer --output data/train.bin
     python examples/pretrain.py tokenize data/corpus/val.txt --tokenizer data/tokenizer --output data/val.bin
-    python examples/language.py train data/train.bin --tokenizer data/tokenizer --evaluate data/val.bin --size tiny
+    python examples/language.py train data/train.bin --tokenizer data/tokenizer --evaluate data/val.bin \\
+        --size tiny --output runs/tiny                           two models, in a minute on a CPU
     python examples/language.py train data/train.bin --tokenizer data/tokenizer --evaluate data/val.bin \\
         --model transformer --model deltanet --model falcon-3a.3 --learning-rate 1e-3 --learning-rate 2e-3 \\
         --seed 0 --seed 1 --output runs/language --minutes 25    again, until all runs are finished
