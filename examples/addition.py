@@ -35,7 +35,7 @@ import tokenizers
 import torch
 import typer
 from rich.progress import track
-from side_by_side import UNSCORED, accuracies, largest, seed_of
+from side_by_side import UNSCORED, Generated, accuracies, largest, seed_of
 from tokenizers import Regex
 from torch import Tensor
 from torch.nn import functional as F
@@ -101,7 +101,7 @@ def sums(widths: Tensor, longest: int, generator: torch.Generator, end: bool = F
 
 
 @dataclass(frozen=True)
-class Addition:
+class Addition(Generated):
     """The task. Fields: longest operands in training; whether `<end>` is learnt; part of the run with a curriculum;
     sums of each width in the evaluation, and whether they are generated too."""
 

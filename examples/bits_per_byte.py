@@ -37,7 +37,7 @@ def scored_windows(tokens: np.ndarray, end: int, context: int) -> list[tuple[int
 
 
 @torch.no_grad()
-def bits_per_byte(model, tokens: np.ndarray, facts: dict, context: int, batch_size: int = 16) -> dict:
+def bits_per_byte(model, tokens: np.ndarray, facts: dict, context: int, batch_size: int = 16, progress=track) -> dict:
     """The length in bits of the split's documents under the model, per byte of their UTF-8 text.
 
     Defined for every architecture alike, in float32:
@@ -58,7 +58,7 @@ def bits_per_byte(model, tokens: np.ndarray, facts: dict, context: int, batch_si
     stream = np.concatenate([[end], tokens])  # stream[i] comes before tokens[i]
     windows = sorted(scored_windows(tokens, end, context), key=lambda window: window[0] - window[2])
     nats = torch.zeros((), dtype=torch.float64, device=device)
-    for at in track(range(0, len(windows), batch_size), description="evaluating"):
+    for at in progress(range(0, len(windows), batch_size), "evaluating"):
         batch = windows[at : at + batch_size]
         width = batch[0][2] - batch[0][0]
         inputs = np.full((len(batch), width), end)  # padded on the right, where no scored token looks

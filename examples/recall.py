@@ -41,7 +41,7 @@ import side_by_side
 import tokenizers
 import torch
 import typer
-from side_by_side import UNSCORED, RecipeError, largest, seed_of
+from side_by_side import UNSCORED, Generated, RecipeError, largest, seed_of
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -98,7 +98,7 @@ def streams(
 
 
 @dataclass(frozen=True)
-class Recall:
+class Recall(Generated):
     """The task. Fields: most facts of a row in training; questions; numbers of keys and values there are; probability
     that a fact is about a key of the row; part of the run with a curriculum; rows of each length in the evaluation."""
 

@@ -1,11 +1,11 @@
-"""What addition.py and recall.py share: models of equal size, trained side by side on data made on the device.
+"""What addition.py, recall.py and language.py share: models of equal size, trained side by side on the same data.
 
 A script of this kind defines a task (see `Task`) and two commands: `train` ends in this file's `train`, `report`
 draws and tabulates what its results say. A run is a folder, OUTPUT/MODEL-seedN, of which every call of the same
 command goes on with what is not finished:
 
     plan.json        what determines the run; a folder whose plan differs is refused
-    log.jsonl        loss and accuracy on the batches of the last steps, which no step had seen before
+    log.jsonl        loss and accuracy on the batches of the last steps, before they were learnt from
     checkpoint.pt    where the run stands: weights, moments of the optimizer, step
     model/           the trained model in bfloat16, which AutoModelForCausalLM loads
     result.json      plan, log and evaluation of the finished run, with versions, device and command
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 import json
 import math
 import platform
@@ -28,11 +29,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 import torch
 import transformers
@@ -57,9 +58,11 @@ class RecipeError(Exception):
 
 
 class Task(Protocol):
-    """What there is to learn. A frozen dataclass: its fields are part of the plan of a run."""
+    """What there is to learn. A frozen dataclass: its fields are part of the plan of a run, if they compare."""
 
     name: str
+    sizes: dict[str, Size]  # what --size may be
+    measures: tuple[str, ...]  # what `loss` returns and the log holds
 
     @property
     def vocab_size(self) -> int: ...
@@ -69,12 +72,17 @@ class Task(Protocol):
         """Tokens of the longest sequence of the evaluation."""
         ...
 
-    def batch(self, size: int, generator: torch.Generator, done: float) -> tuple[Tensor, Tensor]:
-        """Tokens [size, T] and what is to be predicted at each of them, [size, T], `UNSCORED` where nothing is.
+    def batches(self, plan: Plan, device: torch.device) -> Callable[[int], tuple[Tensor, Tensor]]:
+        """The batch of each step of a run, as a function of seed and step alone.
 
-        Made on the device of the generator, without waiting for it, and of one T in all calls. Padding stands on the
-        right, where no scored token sees it. `done` is the part of the run that lies behind.
+        It is tokens [B, T] and what is to be predicted at each of them, [B, T], `UNSCORED` where nothing is, on the
+        device and without waiting for it, of one T in all steps. Padding stands on the right, where no scored token
+        sees it.
         """
+        ...
+
+    def loss(self, hidden: Tensor, head: torch.nn.Linear, targets: Tensor) -> tuple[Tensor, ...]:
+        """Scalars of a batch, the first of them to be lowered, from what the head reads, [B, T, hidden_size]."""
         ...
 
     def evaluate(self, model: PreTrainedModel, progress: Callable[[Iterable, str], Iterable]) -> dict[str, Any]:
@@ -87,6 +95,39 @@ class Task(Protocol):
         ...
 
     def save_tokenizer(self, folder: Path) -> None: ...
+
+
+class Generated:
+    """The part of a task whose rows are drawn on the device, each seen once, and whose answers are right or wrong.
+
+    It has a method `batch(size, generator, done)`, which draws as many rows on the device of the generator; `done` is
+    the part of the run that lies behind.
+    """
+
+    measures: ClassVar = ("loss", "tokens", "answers")
+
+    @property
+    def sizes(self) -> dict[str, Size]:
+        return SIZES
+
+    def batches(self, plan: Plan, device: torch.device) -> Callable[[int], tuple[Tensor, Tensor]]:
+        generator = torch.Generator(device)
+
+        def batch(step: int) -> tuple[Tensor, Tensor]:
+            generator.manual_seed(seed_of(plan.seed, step))
+            return self.batch(plan.batch_size, generator, step / plan.steps)
+
+        return batch
+
+    def loss(self, hidden: Tensor, head: torch.nn.Linear, targets: Tensor) -> tuple[Tensor, ...]:
+        """The mean over the targets; the parts of them, and of the rows as a whole, that are right."""
+        logits = head(hidden).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=UNSCORED)
+        return loss, *accuracies(logits.detach(), targets)
+
+
+def described(task: Task) -> dict[str, Any]:
+    return {"name": task.name, **{f.name: getattr(task, f.name) for f in fields(task) if f.compare}}
 
 
 # ------------------------------------------------------------------------------------------------ models
@@ -253,12 +294,12 @@ class Run:
         self.task, self.plan, self.folder, self.device = task, plan, folder, device
         self.on_cuda = device.type == "cuda"
         self.capture = capture and self.on_cuda
-        config = model_config(plan.model, SIZES[plan.size], task.vocab_size, task.longest)
+        config = model_config(plan.model, task.sizes[plan.size], task.vocab_size, task.longest)
         torch.manual_seed(plan.seed)
         self.model = AutoModelForCausalLM.from_config(config).to(device)
-        self.forward = torch.compile(self.model) if compile else self.model
-        head = self.model.get_output_embeddings()
-        decayed = {m.weight for m in self.model.modules() if isinstance(m, torch.nn.Linear) and m is not head}
+        self.body = torch.compile(self.model.base_model) if compile else self.model.base_model
+        self.head = self.model.get_output_embeddings()
+        decayed = {m.weight for m in self.model.modules() if isinstance(m, torch.nn.Linear) and m is not self.head}
         others = [p for p in self.model.parameters() if p not in decayed]
         decayed = [p for p in self.model.parameters() if p in decayed]  # in an order that does not change
         self.rate = torch.zeros((), device=device)  # read by the optimizer on the device: a graph keeps no number
@@ -270,9 +311,10 @@ class Run:
             fused=True,
             capturable=self.on_cuda,
         )
-        self.generator = torch.Generator(device)
-        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, tokens and rows since the last log
+        self.batch = task.batches(plan, device)
+        self.sums = torch.zeros(len(task.measures), dtype=torch.float64, device=device)  # since the last log
         self.step, self.logged, self.seconds = 0, 0, 0.0
+        self.together, self.peak_memory = 1, 0  # the most runs at a time, and bytes on the device while they trained
         self.stream = torch.cuda.Stream(device) if self.on_cuda else None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.eager_steps, self.tokens, self.clock = 0, 0, time.monotonic()
@@ -290,6 +332,7 @@ class Run:
             self.optimizer.load_state_dict(saved["optimizer"])
             self.sums.copy_(saved["sums"])
             self.step, self.logged, self.seconds = saved["step"], saved["logged"], saved["seconds"]
+            self.together, self.peak_memory = saved.get("together", 1), saved.get("peak_memory", 0)
             for group in self.optimizer.param_groups:
                 group.update(lr=self.rate, capturable=self.on_cuda)
         kept = [line for line in read_log(log) if line["step"] <= self.step]
@@ -297,6 +340,8 @@ class Run:
 
     def save(self) -> None:
         self.wait()
+        if self.on_cuda:
+            self.peak_memory = max(self.peak_memory, torch.cuda.max_memory_allocated(self.device))
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -304,6 +349,8 @@ class Run:
             "step": self.step,
             "logged": self.logged,
             "seconds": self.seconds,
+            "together": self.together,
+            "peak_memory": self.peak_memory,
         }
         written = self.folder / "checkpoint.pt.partial"
         torch.save(state, written)
@@ -312,8 +359,7 @@ class Run:
     def advance(self) -> None:
         """Takes one step; on a GPU it is only queued."""
         with torch.cuda.stream(self.stream):
-            generator = self.generator.manual_seed(seed_of(self.plan.seed, self.step))
-            ids, targets = self.task.batch(self.plan.batch_size, generator, self.step / self.plan.steps)
+            ids, targets = self.batch(self.step)
             self.rate.fill_(self.plan.rate(self.step))
             if self.graph is not None:
                 self.ids.copy_(ids)
@@ -336,12 +382,11 @@ class Run:
         """Forward, backward and update on one batch; no value of a tensor is read by the host."""
         self.optimizer.zero_grad(set_to_none=True)
         with precision(self.device):
-            logits = self.forward(input_ids=ids, use_cache=False).logits.float()
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=UNSCORED)
-        loss.backward()
+            measures = self.task.loss(self.body(input_ids=ids, use_cache=False)[0], self.head, targets)
+        measures[0].backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        self.sums += torch.stack([loss.detach().double(), *accuracies(logits.detach(), targets)])
+        self.sums += torch.stack([measure.detach().double() for measure in measures])
 
     def wait(self) -> None:
         """Until the device is done, and takes the time."""
@@ -354,11 +399,12 @@ class Run:
         """The means since the last call, as an entry of the log; waits for the device."""
         self.wait()
         with torch.cuda.stream(self.stream):
-            loss, tokens, rows = (self.sums / max(1, self.step - self.logged)).tolist()
+            means = (self.sums / max(1, self.step - self.logged)).tolist()
             self.sums.zero_()
         self.logged = self.step
-        entry = {"step": self.step, "loss": loss if math.isfinite(loss) else None, "tokens": tokens, "answers": rows}
-        entry |= {"learning_rate": self.plan.rate(self.step - 1), "seconds": round(self.seconds, 1)}
+        entry = {"step": self.step, **dict(zip(self.task.measures, means, strict=True))}
+        entry["loss"] = entry["loss"] if math.isfinite(entry["loss"]) else None
+        entry |= {"learning_rate": self.plan.rate(self.step - 1), "seconds": round(self.seconds, 3)}
         with (self.folder / "log.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
         return entry
@@ -387,15 +433,19 @@ class Run:
         written.rename(self.folder / "model")
 
     def write_result(self, **facts: Any) -> dict[str, Any]:
+        log = read_log(self.folder / "log.jsonl")
         result = {
-            "task": {"name": self.task.name, **asdict(self.task)},
+            "task": described(self.task),
             **asdict(self.plan),
             "parameters": self.model.num_parameters(),
             "config": {name: value for name, value in self.model.config.to_diff_dict().items() if name != "id2label"},
             "step": self.step,
             "seconds": round(self.seconds, 1),
+            "steps_per_second": steps_per_second(log),
+            "together": self.together,
+            "peak_memory": self.peak_memory or None,
             **facts,
-            "log": read_log(self.folder / "log.jsonl"),
+            "log": log,
             "environment": environment(self.device),
         }
         write_json(self.folder / "result.json", result)
@@ -425,6 +475,16 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
+def steps_per_second(log: list[dict[str, Any]]) -> float | None:
+    """Between two entries of a log, the median: what compiled at first or took a pause counts little.
+
+    The clock of a run is that of the wall: of runs that took their steps in turn, each has what was left by the others.
+    """
+    stops = [(0, 0.0), *((entry["step"], entry["seconds"]) for entry in log)]
+    speeds = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in itertools.pairwise(stops) if b[1] > a[1]]
+    return statistics.median(speeds) if speeds else None
+
+
 def best_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -445,7 +505,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def open_run(folder: Path, task: Task, plan: Plan) -> bool:
     """Makes the folder of a run, or looks whether it is of this plan; whether the run has still to be finished."""
-    said = {"task": {"name": task.name, **asdict(task)}, **asdict(plan)}
+    said = {"task": described(task), **asdict(plan)}
     file = folder / "plan.json"
     if file.is_file():
         before = json.loads(file.read_text())
@@ -494,7 +554,7 @@ def train(
     torch.set_float32_matmul_precision("high")
     transformers.logging.disable_progress_bar()
     for plan in plans:  # a wrong name is better found now than after the first run
-        model_config(plan.model, SIZES[plan.size], task.vocab_size, task.longest)
+        model_config(plan.model, task.sizes[plan.size], task.vocab_size, task.longest)
     unfinished = [plan for plan in plans if open_run(output / plan.name, task, plan)]
     with Progress("{task.description}", BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), Note()) as bars:
         while unfinished and time.monotonic() < started + 60 * minutes:
@@ -515,7 +575,9 @@ def train_group(runs: list[Run], bars: Progress, deadline: float, log_every: int
     bar = {run: bars.add_task(run.plan.name, total=run.plan.steps, completed=run.step, note="") for run in runs}
     active, start = [run for run in runs if run.step < run.plan.steps], time.monotonic()
     for run in runs:
-        run.clock = start
+        run.clock, run.together = start, max(run.together, len(runs))
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     while active and time.monotonic() < deadline:
         for run in list(active):
             run.advance()
@@ -528,7 +590,8 @@ def train_group(runs: list[Run], bars: Progress, deadline: float, log_every: int
                     bars.update(bar[run], completed=run.step, note="ended: its loss is not finite")
                     active.remove(run)
                     continue
-                note = f"loss {entry['loss']:.3f}, answers {entry['answers']:.1%}, {speed:,.0f} tokens/s in all"
+                parts = [f"{name} {entry[name]:.1%}" for name in run.task.measures[1:]]
+                note = ", ".join([f"loss {entry['loss']:.3f}", *parts, f"{speed:,.0f} tokens/s in all"])
                 bars.update(bar[run], completed=run.step, note=note)
             if done:
                 active.remove(run)
@@ -576,19 +639,22 @@ def plans(
     learning_rate: float | None,
     warmup: float,
     weight_decay: float,
+    sizes: dict[str, Size] = SIZES,
+    kind: type[Plan] = Plan,
 ) -> list[Plan]:
     """One for each seed and model, those of one seed together."""
-    if size not in SIZES:
-        raise RecipeError(f"--size is {size!r}: it may be {', '.join(SIZES)}.")
-    suits = SIZES[size]
+    if size not in sizes:
+        raise RecipeError(f"--size is {size!r}: it may be {', '.join(sizes)}.")
+    suits = sizes[size]
     rest = (steps or suits.steps, batch_size or suits.batch_size, learning_rate or suits.learning_rate)
-    return [Plan(model, size, seed, *rest, warmup, weight_decay) for seed in seeds for model in models]
+    return [kind(model, size, seed, *rest, warmup, weight_decay) for seed in seeds for model in models]
 
 
-def run_app(app: typer.Typer, script: str) -> None:
+def run_app(app: typer.Typer, script: str, *errors: type[Exception]) -> None:
+    """Runs a script; of a RecipeError, and of `errors`, it shows the sentence alone."""
     try:
         app()
-    except RecipeError as error:
+    except (RecipeError, *errors) as error:
         print(f"{script}: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -638,9 +704,13 @@ def by_model(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def percent(values: list[float]) -> str:
+    return spread([100 * value for value in values], 1)
+
+
+def spread(values: list[float], digits: int) -> str:
     """Mean and, of several, standard deviation."""
-    text = f"{100 * statistics.mean(values):.1f}"
-    return f"{text} ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else text
+    text = f"{statistics.mean(values):.{digits}f}"
+    return f"{text} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else text
 
 
 def draw_band(axes: Any, x: list[float], curves: list[list[float]], label: str, style: tuple[str, str]) -> None:
