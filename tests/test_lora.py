@@ -4,12 +4,13 @@ import pytest
 import torch
 from test_training import rows, trainer
 from tiny_models import CASES, HYBRID, RULES, tiny_model, tokens
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 FAST_WEIGHTS = {"q_proj", "k_proj", "v_proj", "gain_proj", "ridge_proj", "g_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LORA_CASES = {**{rule: CASES[rule] for rule in RULES}, "hybrid": {"layer_types": HYBRID, "output_gate": True}}
 
 
@@ -62,3 +63,43 @@ def test_an_adapter_is_trained_merged_saved_loaded_and_generated_with(case, tmp_
         whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
         assert torch.equal(whole(ids).logits, merged(ids).logits)
         assert not torch.allclose(AutoModelForCausalLM.from_pretrained(base)(ids).logits, adapted, atol=1e-2)
+
+
+def test_an_adapter_is_trained_on_weights_of_four_bits(tmp_path):
+    """QLoRA, as examples/README.md says it."""
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    base = tmp_path / "base"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 32}
+    tiny_model(torch.float32, **sizes).save_pretrained(base)
+    quantized = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+        llm_int8_skip_modules=["lm_head", "gain_proj", "ridge_proj"],
+    )
+    options = {"quantization_config": quantized, "device_map": DEVICE, "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(base, **options)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(DEVICE)
+    narrow = {name: part for name, part in model.named_modules() if isinstance(part, bnb.nn.Linear4bit)}
+    assert {name.split(".")[-1] for name in narrow} == FAST_WEIGHTS - {"gain_proj", "ridge_proj", "g_proj"} | MLP
+    for name, part in narrow.items():
+        weight = bnb.functional.dequantize_4bit(part.weight.data, part.weight.quant_state)
+        plain.get_submodule(name).weight.data.copy_(weight)
+
+    ids = tokens(2, 7).to(DEVICE)
+    have, want = (each.train()(ids).logits for each in (model, plain))  # in evaluation, bitsandbytes rounds on the CPU
+    torch.testing.assert_close(have, want, rtol=0, atol=2e-4)
+    model = lora(peft.prepare_model_for_kbit_training(model))
+    run = trainer(
+        tmp_path, model=model, data=rows(4), max_steps=4, gradient_checkpointing=True, use_cpu=DEVICE == "cpu"
+    )
+    run.train()
+    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    model.eval().save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        adapted = model(input_ids=ids).logits
+        again = AutoModelForCausalLM.from_pretrained(base, **options)
+        again = peft.PeftModel.from_pretrained(again, tmp_path / "adapter")
+        torch.testing.assert_close(again.eval()(input_ids=ids).logits, adapted, rtol=0, atol=1e-5)
+        again.generate(input_ids=ids, max_new_tokens=5, do_sample=False)
