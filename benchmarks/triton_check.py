@@ -38,7 +38,9 @@ RULES = ("falcon_1", "falcon_2", "falcon_3", "falcon_1a", "falcon_2a", "falcon_3
 NAMES = ("q", "k", "v", "gain", "ridge")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 BOUNDS = {"bf16": (5e-3, 1e-2), "fp32": (1e-5, 5e-5), "fp16": (1e-3, 2e-3)}  # values, gradients
-STRAINED = 4  # times as much where keys repeat at a gain of 1.99, which carries rounding over hundreds of tokens
+# Times as much where keys of such a cosine are written as residuals at a gain of 1.99, which carries rounding over
+# hundreds of tokens.
+STRAINED = {0.5: 3, 0.9: 3, 0.99: 4, 1.0: 4}
 PEER_BOUNDS = (2e-2, 3e-2)  # two bfloat16 implementations apart
 DOCUMENTS = (1, 2, 3, 0, 62, 63, 64, 65, 1, 130, 5)
 LENGTHS = (1, 63, 64, 65, 1000, 4096)
@@ -120,7 +122,8 @@ def cases(group: Group) -> list[Case]:
         found += [Case(f"T={length}, full card", full, length, full) for length in (63, 64, 65, 1000)]
     return [
         *found,
-        Case("decay at its floor", few, 200, few, floor=True),
+        # A previous key's gradient is one number times a query here: of few heads, one near 0 is a large error.
+        Case("decay at its floor", few, 200, full, floor=True),
         Case("zero keys", few, 200, few, zero_keys=True),
     ]
 
@@ -242,6 +245,16 @@ def error(have: Tensor, want: Tensor) -> float:
     return off / size if size else float("inf") if off else 0.0
 
 
+def bound(name: str, group: Group, case: Case) -> float:
+    """How far `name` of a call's results may be off."""
+    allowed = BOUNDS[group.dtype][name.startswith("d")]
+    if case.cosine is None or not Rule(group.rule).residual:
+        return allowed
+    if (name, group.dtype, case.cosine) == ("dgain", "bf16", 1.0):
+        allowed *= 2**0.5  # residuals, rounded forwards, times their gradients, rounded backwards: off by both
+    return allowed * STRAINED[case.cosine]
+
+
 def check(group: Group, case: Case) -> dict[str, Any]:
     """Errors of one call, how they stand beside those of the PyTorch form, and what is wrong."""
     call = Call.of(group, case)
@@ -254,9 +267,7 @@ def check(group: Group, case: Case) -> dict[str, Any]:
     torchs = call.results("torch")
     found = {name: error(have[name], t) for name, t in want.items()}
     ratios = {n: found[n] / max(error(torchs[n], want[n]), 1e-7) for n in ("output", "dq", "dk", "dv")}
-    slack = STRAINED if case.cosine is not None else 1
-    value, gradient = (slack * bound for bound in BOUNDS[group.dtype])
-    wrong = [f"{n} {e:.2g}" for n, e in found.items() if not e <= (gradient if n.startswith("d") else value)]
+    wrong = [f"{n} {e:.2g}" for n, e in found.items() if not e <= bound(n, group, case)]
     wrong += [f"{n} differs when run again" for n in have if not torch.equal(have[n], again[n])]
     alone = None
     if call.bounds is None and case.batch > 1:

@@ -522,7 +522,6 @@ def _channel_gradients(
     eta = step_of(load_tile((gain + wide, below), there, channels, V).to(tl.float32), scaled, DIRECT, CAPPED)
     decays = beyond(load_all((u, row * V), channels, V), middle)
     z = tl.exp2(-decays) * eta * load_tile((written + wide, below), there, channels, V).to(tl.float32)
-    z = z.to(OPERAND)
     if LAG > 0:
         decays = beyond(load_tile((u - V, row * V), row > 0, channels, V), middle)
     read = tl.exp2(decays) * load_tile((grad_output + wide, below), there, channels, V).to(tl.float32)
