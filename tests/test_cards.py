@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -129,11 +130,14 @@ def test_readme_has_the_speed_of_decoding_on_a_gpu():
 
 def test_recipes_readme_has_the_speed_of_training():
     readme = " ".join((ROOT / "examples" / "README.md").read_text().split())
-    files = [results(name) for name in ("training", "training_per_channel", "training_plain")]
+    found = sorted((ROOT / "benchmarks" / "results").glob("training*.json"))
+    files = [results("training"), *(results(path.stem) for path in found if path.stem != "training")]
     rows = [row for measured in files for row in measured["rows"] if not row["failure"]]
-    assert len(rows) == 12
+    assert len(rows) == 27
     for row in rows:
-        assert f" | {row['loss']} | {row['tokens/s']:,} | {row['peak GiB']:.1f} |" in readme
+        compiled = ", compiled" if row["compiled"] else ""
+        figures = f"{compiled} | {row['loss']} | {row['tokens/s']:,} | {row['peak GiB']:.1f} |"
+        assert re.search(rf"\| {row['shape']} \| [^|]*{re.escape(figures)}", readme)
     speeds = {
         (row["model"], row["shape"]): f"{round(row['tokens/s'], -3):,}"
         for row in files[0]["rows"]
@@ -153,6 +157,7 @@ def test_recipes_readme_has_the_speed_of_training():
         ("nvjet",): "{} are matrix products",
         ("liger", "gpu_kernel_impl_nocast"): "{} the loss beside them",
         ("copy", "CUDAFunctor_add<c10::BFloat16>, std", "CUDAFunctor_add<float>"): "{} casts, sums and copies",
+        ("layer_norm", "GammaBeta"): "{} the norms of the layers",
         ("_chunk_backward",): "{} the gradients of the update rule",
         ("_forward", "_backward"): "{} the short convolutions",
     }
@@ -163,6 +168,25 @@ def test_recipes_readme_has_the_speed_of_training():
             if any(kernel["kernel"] == name if name[0] == "_" else name in kernel["kernel"] for name in names)
         )
         assert sentence.format(f"{spent:.0f}") in readme
+
+
+def test_readmes_have_the_speed_of_compiled_training():
+    rows = results("training_compiled")["rows"] + results("training_plain_llama")["rows"]
+    ours, llama = (round(row["tokens/s"], -3) for row in rows if row["compiled"] and not row["failure"])
+    assert f"`torch.compile` they are {ours:,} and, with the plain loss, {llama:,} in" in " ".join(
+        (ROOT / "README.md").read_text().split()
+    )
+
+
+def test_recipes_readme_has_the_speed_of_two_devices():
+    readme = " ".join((ROOT / "examples" / "README.md").read_text().split())
+    rows = {row["on all"]: row for row in results("scaling")["rows"]}
+    times = {name: f"{row['times as fast']:.2f}" for name, row in rows.items()}
+    assert f"DDP is {times['DDP']} times as fast as one device, FSDP2 {times['FSDP2']} times" in readme
+    handed = rows["sequence, handed over"]
+    said = f"handed over, they are {times['sequence, handed over']} times as fast, with {handed['GiB, each']:.0f}"
+    assert f"{said} GiB each in place of {handed['GiB, one']:.0f}; scanned {times['sequence, scanned']} times" in readme
+    assert max(row["losses differ by"] for row in rows.values()) < 6.5e-4
 
 
 def test_recipes_readme_has_the_perplexities_of_distillation():

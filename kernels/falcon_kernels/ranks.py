@@ -146,7 +146,9 @@ def _scan(q, k, v, gain, ridge, state: FalconState, rule: Rule, group, impl) -> 
         output, after = falcon_attention(q, k, v, gain, ridge, initial_state=state, **options)
         written, reads = after.memory, q
         # Recomputed in the backward pass, so that nothing of the keys' size is kept for it.
-        u = checkpoint(_log_decays, k, gain, ridge, state, rule, use_reentrant=False).cumsum(1)  # [B, T, H, V or 1]
+        u = checkpoint(_log_decays, k, gain, ridge, state, rule, use_reentrant=False)  # [B, T, H, V or 1]
+        # Along the last dimension, where a GPU sums the tokens of a head in parallel.
+        u = u.movedim(1, -1).contiguous().cumsum(-1).movedim(-1, 1)
         kept = u[:, -1, :, None].exp()
         found = _memory_found(kept, written, group, torch.mul)
         read_u = u if rule.timing == "read_after_write" else pad(u[:, :-1], (0, 0, 0, 0, 1, 0))
