@@ -99,19 +99,21 @@ def run_model() -> None:
             model.eval().generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
 
 
-def checked(work: str, wait: float) -> dict[str, object]:
+def checked(work: str, deadline: float) -> dict[str, object]:
     """One work in a process of its own under memcheck; -1 errors where it did not come to its end."""
     begun = time.perf_counter()
+    if begun > deadline:
+        return {"work": work, "errors": -1, "s": 0.0, "note": "not begun for lack of time"}
     command = ["compute-sanitizer", "--tool", "memcheck", sys.executable, __file__, "--work", work]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=wait)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=deadline - begun)
         said = done.stdout + done.stderr
         summary = re.search(r"ERROR SUMMARY: (\d+) error", said)
         errors = int(summary[1]) if summary and "all launches done" in said else -1
         note = "" if errors == 0 else said[-1500:]
     except subprocess.TimeoutExpired:
-        errors, note = -1, f"took more than {wait:.0f} s"
+        errors, note = -1, "did not come to its end in time"
     return {"work": work, "errors": errors, "s": time.perf_counter() - begun, "note": note}
 
 
@@ -119,7 +121,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--only", nargs="*", default=[], help="words that the names of works must have")
-    parser.add_argument("--wait", type=float, default=500, help="seconds after which a work has failed")
+    parser.add_argument("--wait", type=float, default=500, help="seconds after which what still runs has failed")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
@@ -131,8 +133,9 @@ def main() -> int:
     chosen = [work for work in works() if set(arguments.only) <= set(work.split())]
     if not chosen:
         parser.error(f"no work has all of {' '.join(arguments.only)}.")
+    deadline = time.perf_counter() + arguments.wait
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        rows = list(pool.map(lambda work: checked(work, arguments.wait), chosen))
+        rows = list(pool.map(lambda work: checked(work, deadline), chosen))
     report("memcheck", "errors that compute-sanitizer's memcheck found", rows)
     wrong = [row for row in rows if row["errors"]]
     for row in wrong:

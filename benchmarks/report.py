@@ -46,18 +46,17 @@ def environment() -> dict[str, object]:
 
 def report(name: str | None, title: str, rows: list[dict[str, object]], **facts: object) -> None:
     """Prints `rows` as a table and writes them with their environment to results/NAME.json, unless `name` is None."""
+    if name is not None:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{name}.json"
+        path.write_text(json.dumps({"environment": environment(), **facts, "rows": rows}, indent=1) + "\n")
+        print(f"written to {path}")
     table = Table(title=title)
     for column in rows[0]:
         table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
     for row in rows:
         table.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
     Console().print(table)
-    if name is None:
-        return
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), **facts, "rows": rows}, indent=1) + "\n")
-    print(f"written to {path}")
 
 
 def _cpu_name() -> str:
