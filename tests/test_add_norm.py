@@ -186,6 +186,10 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
+class Marked(torch.Tensor):
+    """A tensor of which PyTorch's operations may do anything."""
+
+
 def plain_norm(D=24):
     return nn.RMSNorm(D, eps=1e-6).to(DEVICE)
 
@@ -210,6 +214,8 @@ def test_what_is_fused(fused):
     assert not fuses(x=x[..., :1], h=h[..., :1])
     assert not fuses(h=h[:, :1])
     assert not fuses(x=x[..., None], h=None)
+    assert not fuses(h=h.as_subclass(Marked))
+    assert not fuses(x=x.as_subclass(Marked), h=None)
     wide = torch.empty(1, 2, launch.WIDEST_SUM + 1, device=DEVICE)
     assert not fuses(x=wide, h=None, module=plain_norm(wide.shape[-1]))
     for register in (module.register_forward_hook, module.register_forward_pre_hook,
@@ -226,7 +232,8 @@ def test_traced_and_transformed_tensors_go_through_pytorch(fused):
     module = plain_norm()
     with FlopCounterMode(display=False):
         add_norm(x, h, module)
-    assert_same(torch.func.vmap(lambda a, b: add_norm(a, b, module)[1])(x, h), module(x + h), 1e-6)
+    assert_same(torch.func.vmap(lambda a: add_norm(a, None, module)[1])(x), module(x), 1e-6)
+    assert_same(torch.func.vmap(lambda b: add_norm(x[0], b, module)[1])(h), module(x[0] + h), 1e-6)
     torch._dynamo.reset()
     compiled = torch.compile(lambda a, b: add_norm(a, b, module)[1], fullgraph=True, backend="aot_eager")
     assert_same(compiled(x, h), module(x + h), 1e-6)
@@ -287,6 +294,7 @@ def test_a_model_with_the_kernels_equals_one_without(case, way, fused, monkeypat
     monkeypatch.setattr(norm, "_best_step", lambda x: "reference")
     expected = outcome(model, ids, way == "autocast")
     assert found.keys() == expected.keys()
+    assert all(found[i].dtype == torch.float32 for i in range(model.config.num_hidden_layers + 1))
     for name, want in expected.items():
         assert found[name].dtype == want.dtype
         assert_same(found[name], want, 5e-2 if way == "autocast" else 1e-4, name)
@@ -313,6 +321,8 @@ def test_it_runs_under_autocast_on_a_gpu():
         total, y = add_norm(x, h.bfloat16(), module, torch.bfloat16)
         assert (total.dtype, y.dtype) == (torch.float32, torch.bfloat16)
         assert add_norm(x, None, module)[1].dtype == torch.float32
+        narrow = plain_norm().bfloat16()
+        assert add_norm(x.bfloat16(), None, narrow)[1].dtype == narrow(x.bfloat16()).dtype
     (gradient,) = torch.autograd.grad(y.float().sum(), [module.weight])
     assert gradient.dtype == torch.float32
 

@@ -1,15 +1,15 @@
 """RMS norms and their backward, each in one pass: `falcon_kernels::gated_norm` of each head, and `add_norm` of sums.
 
-Of `gated_norm`, a program takes `steps` tiles of R rows, the rows [V] of all tokens and heads in their order. With n = r x,
-r = (mean x^2 + epsilon)^(-1/2), and y = n w g sigmoid(g):
+Of `gated_norm`, a program takes `steps` tiles of R rows, the rows [V] of all tokens and heads in their order. With
+n = r x, r = (mean x^2 + epsilon)^(-1/2), and y = n w g sigmoid(g):
 
     dg = dy n w (sigmoid(g) + g sigmoid(g) (1 - sigmoid(g)))      dw = sum dy g sigmoid(g) n
     dn = dy g sigmoid(g) w                                        dx = r (dn - n mean(n dn))
 
 Floor a row, in V numbers: forward x, y and the gate; backward x, dy, dx, the gate and its gradient.
 
-`add_norm` is s = x + h and y = r s w over whole hidden states, r that of s. A program takes a tile of rows, in the
-backward one after another, with dn = dy w:
+`add_norm` is s = x + h and y = n w over whole hidden states, n and r those of s, made again in the backward. A program
+takes a tile of R rows, or `steps` of them in the backward, so many that all programs run at a time. With dn = dy w:
 
     dx = dh = ds + r (dn - n mean(n dn))      dw = sum dy n
 
@@ -122,14 +122,15 @@ def add_backward(
         there = row < rows
         n = load_rows(total + row * K, there, columns, K).to(tl.float32)
         dy = load_rows(grad_y + row * K, there, columns, K).to(tl.float32)
+        dx = tl.zeros([R, BK], tl.float32)
+        if grad_total is not None:
+            dx = load_rows(grad_total + row * K, there, columns, K).to(tl.float32)
         r = factor(n, K, True, EPSILON)[:, None]
         n *= r
         sums += dy * n
         dn = dy * w[None, :]
         mean = tl.sum(n * dn, 1) * (1.0 / K)
-        dx = r * (dn - n * mean[:, None])
-        if grad_total is not None:
-            dx += load_rows(grad_total + row * K, there, columns, K).to(tl.float32)
+        dx += r * (dn - n * mean[:, None])
         store_rows(grad_residual + row * K, dx, there, columns, K)
         if grad_h is not None:
             store_rows(grad_h + row * K, dx, there, columns, K)
@@ -236,7 +237,7 @@ sum_plan_of = lru_cache(maxsize=1024)(SumPlan)
 
 
 def _sum_plan(total: Tensor, dtypes, epsilon: float, tensors) -> tuple[int, SumPlan]:
-    """Rows, and the plan for those of `total`, where what is launched has these dtypes, and `tensors` come from others."""
+    """Rows of `total`, and the plan for them; `dtypes` are of all that is launched, `tensors` what others have made."""
     width = total.shape[-1]
     rows = total.numel() // width
     return rows, sum_plan_of(rows, width, dtypes, total.device, epsilon, are_aligned(tensors))
@@ -297,9 +298,7 @@ class _AddNorm(torch.autograd.Function):
         return grad_x, grad_h, grad_weight if ctx.needs_input_grad[2] else None, None, None
 
 
-def add_norm(
-    x: Tensor, h: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, h: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x + h in the dtype of x, [..., D], and its norm over D times `weight` [D] in `dtype`, for what `takes_sum` takes.
 
     Without h the sum is x, whose gradient comes through here all the same, so that it is added in the same launch.
