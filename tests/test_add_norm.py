@@ -4,11 +4,13 @@ import falcon_kernels.norm as norm
 import interpreter
 import pytest
 import torch
+import torch.distributed as dist
 from cases import assert_same
 from falcon_kernels import launch
 from falcon_kernels.norm import add_norm
 from tiny_models import CASES, tiny_model, tokens
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -298,6 +300,36 @@ def test_a_model_with_the_kernels_equals_one_without(case, way, fused, monkeypat
     for name, want in expected.items():
         assert found[name].dtype == want.dtype
         assert_same(found[name], want, 5e-2 if way == "autocast" else 1e-4, name)
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh(DEVICE, (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+def test_gathered_weights_are_fused_and_norms_sharded_alone_are_not(fused, one_process):
+    ids, found = tokens(2, 9).to(DEVICE), []
+    for way in ("whole", "layers", "norms"):
+        model = tiny_model(torch.float32).to(DEVICE).train()
+        if way == "norms":
+            for layer in model.model.layers:
+                fully_shard(layer.input_layernorm, mesh=one_process)
+        if way != "whole":
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=one_process)
+            fully_shard(model, mesh=one_process)
+        fused.clear()
+        outputs = model(ids, labels=ids, use_cache=False)
+        outputs.loss.backward()
+        assert len(fused) == 1 + (1 if way == "norms" else 2) * model.config.num_hidden_layers
+        grads = {name: p.grad if way == "whole" else p.grad.full_tensor() for name, p in model.named_parameters()}
+        found.append({"logits": outputs.logits, **grads})
+    for name, want in found[0].items():
+        assert_same(found[1][name], want, 1e-6, name)
+        assert_same(found[2][name], want, 1e-4, name)
 
 
 @pytest.mark.gpu
