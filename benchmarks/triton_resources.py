@@ -4,7 +4,7 @@
         [--dtypes bfloat16]
 
 falcon_1 is the window of 0, falcon_2a that of -1, falcon_2 of -2; falcon_3 has the windows of `--sliding`. The short
-convolution and the gated norm are that of -3.
+convolution, the gated norm, and the sum with its norm of 12 and 32 heads are that of -3.
 
 Exits with 1 where a `safe` configuration takes more shared memory than 100 KB. Registers and stack (spilled registers
 live there) are the assembler's.
@@ -41,6 +41,7 @@ TARGETS = {"large": GPUTarget("cuda", 90, 32), "safe": GPUTarget("cuda", 86, 32)
 SHARED = {"large": 227 * 1024, "safe": 99 * 1024}
 FLOATS = {"weight", "log_decay", "w", "u", "c", "initial", "final", "part_decay", "gain", "ridge", "energy"}
 FLOATS |= {"grad_gain", "grad_ridge", "grad_weight", "written"}
+FLOATS |= {"residual", "total", "grad_total", "grad_residual"}
 FLOATS |= {"memory", "grad_memory", "grad_final", "inverse", "scale", "gram", "sums", "scales", "grad_energy", "top"}
 OTHERS = {"bounds": "i64", "first": "i64", "owner": "i64", "lengths": "i64", "previous_valid": "i1", "tail_valid": "i1"}
 OTHERS |= {"age": "i64"}
@@ -178,15 +179,16 @@ def channel_regression(card: str, dtype: torch.dtype, key_dim: int):
 
 
 def around(dtype: torch.dtype, head_dim: int):
-    """The same of the short convolution, of four taps with a norm in packed documents, and of the gated norm."""
+    """The same of the short convolution, of four taps with a norm in packed documents, and of the norms."""
     device, wide = torch.device("cpu"), torch.float32
     convolution = triton_convolution.Plan(
         (1, 65536, head_dim), (0, 0), head_dim, 4, (dtype, wide, torch.int64), device, True, 1, 1e-6, True
     )
-    for what, plan in (
-        ("convolve", convolution),
-        ("norm", triton_norm.Plan(65536, head_dim, (dtype,) * 3, 1e-6, True)),
-    ):
+    plans = [("convolve", convolution), ("norm", triton_norm.Plan(65536, head_dim, (dtype,) * 3, 1e-6, True))]
+    for heads in (12, 32):
+        width = heads * head_dim
+        plans.append((f"sum {width}", triton_norm.SumPlan(65536, width, (dtype,) * 5, device, 1e-6, True)))
+    for what, plan in plans:
         for name, launcher in ((what, plan.forward), (f"{what} back", plan.backward)):
             constants = dict(launcher.constants)
             config = launch.Config(constants["R"] * constants["BK"], constants.pop("num_warps"), 3)

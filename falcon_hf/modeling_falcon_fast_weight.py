@@ -18,7 +18,8 @@ from falcon_kernels.compaction import Compaction, compaction
 from falcon_kernels.convolution import normalize
 from falcon_kernels.layers import FalconAttention
 from falcon_kernels.mlp import silu_projection
-from falcon_kernels.single_token import add_norm, fuses, gated_product, project
+from falcon_kernels.norm import add_norm
+from falcon_kernels.single_token import fuses, gated_product, project
 from huggingface_hub import create_repo
 from torch import Tensor, nn
 from transformers import AutoModel, GenerationMixin, PreTrainedModel
@@ -415,7 +416,7 @@ def _own_shard(parameter: Tensor) -> Tensor:
 def _product_dtype(x: Tensor) -> torch.dtype:
     """What matrix products of x are made in."""
     kind = x.device.type
-    narrowed = x.dtype == torch.float32 and torch.is_autocast_enabled(kind)
+    narrowed = x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if narrowed else x.dtype
 
 
@@ -461,14 +462,14 @@ class FalconFastWeightDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states: Tensor, attention_mask=None, cu_seqlens: Tensor | None = None, **kwargs) -> Tensor:
-        residual = hidden_states
-        hidden_states = for_products(self.input_layernorm(hidden_states))
+        dtype = _product_dtype(hidden_states)
+        residual, hidden_states = add_norm(hidden_states, None, self.input_layernorm, dtype)
         if self.layer_type == "linear_attention":
             hidden_states = self.linear_attn(hidden_states, attention_mask, kwargs.get(CACHE_NAME), cu_seqlens)
         else:
             hidden_states, _ = self.self_attn(hidden_states=hidden_states, attention_mask=attention_mask, **kwargs)
-        hidden_states, normed = add_norm(residual, hidden_states, self.post_attention_layernorm)
-        return hidden_states + self.mlp(for_products(normed))
+        hidden_states, normed = add_norm(residual, hidden_states, self.post_attention_layernorm, dtype)
+        return hidden_states + self.mlp(normed)
 
 
 class FalconFastWeightPreTrainedModel(PreTrainedModel):
@@ -677,7 +678,8 @@ class FalconFastWeightModel(FalconFastWeightPreTrainedModel):
                 **kwargs,
             )
         state: dict[str, Any] = {CACHE_NAME: cache}
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **state)
+        _, hidden_states = add_norm(hidden_states, None, self.norm)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, **state)
 
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")

@@ -4,13 +4,8 @@ python tests/compile_token.py
 """
 
 import triton
-from falcon_kernels.triton_token import (
-    add_norm_kernel,
-    gated_kernel,
-    inputs_kernel,
-    products_kernel,
-    silu_product_kernel,
-)
+from falcon_kernels.triton_norm import add_forward
+from falcon_kernels.triton_token import gated_kernel, inputs_kernel, products_kernel, silu_product_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -49,10 +44,10 @@ def main() -> None:
             print(f"inputs, {dtype}, {name}: {kernel.metadata.shared} B shared")
         types = {
             n: f"*{dtype}"
-            for n in ("x", "y", "weight", "total", "normed", "product", "gate", "up", "a", "b", "of_a", "of_b")
+            for n in ("x", "y", "weight", "residual", "h", "total", "product", "gate", "up", "a", "b", "of_a", "of_b")
         }
-        types |= {"epsilon": "fp32"}
-        compiled(add_norm_kernel, types, {"D": 768, "BD": 1024}, 4)
+        types |= {"rows": "i32"}
+        compiled(add_forward, types, {"K": 768, "BK": 1024, "R": 1, "EPSILON": 1e-6}, 4)
         compiled(silu_product_kernel, types, {"N": 2048, "BLOCK": 256}, 2)
         for sizes in ({"D": 768, "BN": 4, "BD": 512}, {"D": 20, "BN": 4, "BD": 512}):
             kernel = compiled(products_kernel, types, {"NA": 768, "NB": 768, "NC": 0, "of_c": None, **sizes}, 4)

@@ -211,6 +211,7 @@ class Walk(NamedTuple):
 
 CONVOLUTION = {2: (Walk(1024, 8, 2), Walk(512, 32, 4)), 4: (Walk(512, 32, 4),) * 2}  # by bytes: forward, backward
 NORM = {2: (Walk(1024, 4, 4), Walk(1024, 16, 4)), 4: (Walk(512, 4, 4), Walk(512, 16, 4))}
+SUM_TILE, WIDEST_SUM = 1024, 8192  # numbers at a time of sums with their norm, or else one row, of at most so many
 
 
 def padded(channels: int, operand_bytes: int) -> int:
@@ -272,6 +273,11 @@ def window(device: torch.device, operand_bytes: int, key_tile: int) -> Window:
     """Configurations of the kernels of falcon_3."""
     key_tile = max(key_tile, 64)
     return WIDE_WINDOW[key_tile] if operand_bytes == 4 else WINDOW[card(device)[0], operand_bytes, key_tile]
+
+
+def at_once(device: torch.device, warps: int) -> int:
+    """As many programs of so many warps as run at a time where a thread has 80 registers."""
+    return card(device)[1] * max(1, 24 // warps)
 
 
 def parts(device: torch.device, programs: int) -> int:

@@ -1,10 +1,12 @@
-"""What stands after the recurrence: an RMS norm of each head, and a gate."""
+"""RMS norms: of each head after the recurrence, with a gate; and of the hidden states, with the sum before it."""
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from .api import _has_triton
+from .api import _best_step, _has_triton
 from .convolution import IMPLEMENTATIONS
+from .single_token import as_made, fuses
 
 
 def gated_norm(
@@ -52,3 +54,44 @@ def _best(x: Tensor, weight: Tensor, gate: Tensor | None) -> str:
     from . import triton_norm
 
     return "torch" if triton_norm.refusal(x, weight, gate) else "triton"
+
+
+def add_norm(x: Tensor, y: Tensor | None, norm: nn.Module, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """x + y, and `norm` of it.
+
+    On NVIDIA GPUs with Triton both are one launch, and so are their gradients, rounded once each. Not where `norm` is
+    something other than a plain nn.RMSNorm (wrapped, quantized, distributed or hooked), nor under torch.compile, which
+    fuses these operations itself.
+
+    Args:
+        x: [..., D].
+        y: of the same shape, or None for 0.
+        norm: a module from [..., D] to the same shape.
+        dtype: of the norm; by default as the module gives it.
+
+    Returns:
+        The sum in the wider of the dtypes of x and y, and its norm.
+    """
+    if y is not None and y.dtype == x.dtype and fuses(x, norm):
+        from . import triton_token  # so that nothing here needs triton
+
+        total, normed = triton_token.add_norm(x, y, norm.weight, norm.eps)
+    elif _fuses_sum(x, y, norm):
+        from . import triton_norm
+
+        given = torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
+        return triton_norm.add_norm(x, y, norm.weight, norm.eps, dtype or given)
+    else:
+        total = x if y is None else x + y
+        normed = norm(total)
+    return total, normed if dtype is None else normed.to(dtype)
+
+
+def _fuses_sum(x: Tensor, y: Tensor | None, norm: nn.Module) -> bool:
+    if torch.compiler.is_compiling() or _best_step(x) != "triton":
+        return False
+    if y is None and fuses(x):  # of a single token PyTorch's norm is one launch too
+        return False
+    from . import triton_norm
+
+    return as_made(norm, x.dtype, x.device) and triton_norm.takes_sum(x, y, norm.weight)

@@ -28,7 +28,8 @@ def as_made(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool
     """
     weight: Any = getattr(module, "weight", None)
     known = type(module) in (nn.Linear, nn.RMSNorm) and type(weight) is nn.Parameter
-    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    changed = any(hooks) or "forward" in module.__dict__
     return (
         known
         and not changed
@@ -38,20 +39,10 @@ def as_made(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool
     )
 
 
-def add_norm(x: Tensor, y: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
-    """x + y, [B, T, D], and `norm` of it."""
-    if fuses(x, norm) and y.dtype == x.dtype:
-        from . import triton_token  # so that nothing here needs triton
-
-        return triton_token.add_norm(x, y, norm.weight, norm.eps)
-    total = x + y
-    return total, norm(total)
-
-
 def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
     """Each of at most three `linears` of [B, T, D] x; one launch for all of them where there is one row."""
     if x.shape[0] == 1 and fuses(x, *linears):
-        from . import triton_token
+        from . import triton_token  # so that nothing here needs triton
 
         return triton_token.row_products(x, *(linear.weight for linear in linears))
     return [linear(x) for linear in linears]

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import triton_device
 from .launcher import Launcher, are_aligned, dtypes_of
 from .triton_layout import NAMESPACE, is_plain
+from .triton_norm import launch_sum
 
 TILE = 1024  # hidden channels at a time, in the products of the gates
 ROWS, COLUMNS = 4, 512  # of a weight at a time, in the products of one row
@@ -183,10 +184,7 @@ def _inputs(
 def _add_norm(x, y, weight, epsilon):
     x, y, weight = x.contiguous(), y.contiguous(), weight.contiguous()
     total, normed = _empty_sum(x, y, weight, epsilon)
-    if x.numel() > 0:
-        tensors = x, y, weight, total, normed
-        with triton_device.current(x.device):
-            _sum_launcher(x.shape, dtypes_of(tensors), x.device, are_aligned(tensors))(*tensors, float(epsilon))
+    launch_sum(x, y, weight, total, normed, float(epsilon))
     return total, normed
 
 
@@ -240,14 +238,6 @@ def _inputs_launcher(shapes, dtypes, device, heads, options, aligned):
         "BD": min(TILE, triton.next_power_of_2(D)), "num_warps": 2,
     }  # fmt: skip
     return Launcher(inputs_kernel, (rows * heads, PARTS), constants, aligned=aligned)
-
-
-@lru_cache(maxsize=1024)
-def _sum_launcher(shape, dtypes, device, aligned):
-    D = shape[-1]
-    block = triton.next_power_of_2(D)
-    constants = {"D": D, "BD": block, "num_warps": min(16, max(1, block // 256))}
-    return Launcher(add_norm_kernel, (shape[:-1].numel(),), constants, aligned=aligned)
 
 
 @lru_cache(maxsize=1024)
@@ -408,21 +398,6 @@ def _product(x, weight, there, D: tl.constexpr, BD: tl.constexpr):
         a = tl.load(x + start + i, mask=inside, other=0.0).to(tl.float32)
         total += a * tl.load(weight + start + i, mask=inside, other=0.0).to(tl.float32)
     return total
-
-
-@triton.jit
-def add_norm_kernel(x, y, weight, total, normed, epsilon, D: tl.constexpr, BD: tl.constexpr):
-    """Grid (rows)."""
-    row = tl.program_id(0).to(tl.int64) * D
-    i = tl.arange(0, BD)
-    inside = i < D
-    a = tl.load(x + row + i, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(y + row + i, mask=inside, other=0.0).to(tl.float32)
-    stored = (a + b).to(total.dtype.element_ty)
-    tl.store(total + row + i, stored, mask=inside)
-    s = stored.to(tl.float32)
-    s *= tl.rsqrt(tl.sum(s * s, 0) / D + epsilon)
-    tl.store(normed + row + i, s * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32), mask=inside)
 
 
 @triton.jit
