@@ -152,12 +152,12 @@ def _channel(passes: Config, solves: Config, tile: int = 64, registers: int | No
 
 
 CHANNEL = {  # keys as in TABLE
-    ("large", 2, 64): _channel(Config(64, 4, 3), Config(32, 1, 1), registers=168),
-    ("large", 2, 128): _channel(Config(64, 4, 3), Config(16, 1, 1), registers=168),
-    ("large", 2, 256): _channel(Config(64, 8, 2), Config(16, 2, 1), registers=168),
-    ("safe", 2, 64): _channel(Config(64, 4, 2), Config(32, 1, 1)),
-    ("safe", 2, 128): _channel(Config(64, 4, 1), Config(16, 1, 1)),
-    ("safe", 2, 256): _channel(Config(64, 8, 1), Config(16, 2, 1)),
+    ("large", 2, 64): _channel(Config(64, 4, 3), Config(32, 1, 3), registers=168),
+    ("large", 2, 128): _channel(Config(64, 4, 3), Config(16, 1, 3), registers=168),
+    ("large", 2, 256): _channel(Config(64, 8, 2), Config(16, 4, 3), registers=168),
+    ("safe", 2, 64): _channel(Config(64, 4, 2), Config(32, 1, 2)),
+    ("safe", 2, 128): _channel(Config(64, 4, 1), Config(16, 1, 2)),
+    ("safe", 2, 256): _channel(Config(64, 8, 1), Config(16, 4, 2)),
 }
 WIDE_CHANNEL = {  # 4-byte operands, on any card, by K
     64: _channel(Config(32, 4, 1), Config(32, 4, 1), 32),
