@@ -297,6 +297,14 @@ def narrower(device: torch.device, config: Config, rows: int, value_dim: int, ke
     return config._replace(value_tile=tile, warps=4, stages=stages)
 
 
+def alone(device: torch.device, config: Config, rows: int, value_dim: int) -> Config:
+    """`config` of a warp a program with value tiles of 16, where each of these warps has a quarter of a multiprocessor
+    to itself: what then counts is how long it takes for a block."""
+    if config.warps > 1 or rows * -(-value_dim // 16) > 4 * card(device)[1]:
+        return config
+    return config._replace(value_tile=16)
+
+
 def chunk_length(operand_bytes: int, key_tile: int, window: int) -> int:
     """C: what a tile of 64 pairs leaves beside the W - 1 before the chunk.
 

@@ -342,12 +342,14 @@ class Plan(triton_channel.Plan):
 
     def __init__(self, layout, shape, value_dim, dtype, device, *options, sizes: launch.Channel | None = None):
         super().__init__(layout, shape, value_dim, dtype, device, *options, sizes=sizes)
-        sizes = self.sizes
+        rows = self.rows
+        solve, unsolve = (launch.alone(device, c, rows, value_dim) for c in (self.sizes.solve, self.sizes.unsolve))
         self.gram = (layout.chunks, self.heads, layout.chunk, BLOCK.value)
 
-        self.solve = self.launcher(_solve, self.rows * self._tiles(sizes.solve), sizes.solve, "FINAL")
-        self.unsolve = self.launcher(_unsolve, self.rows * self._tiles(sizes.unsolve), sizes.unsolve, "FINAL")
-        self.within = self.launcher(_within, self.all_chunks * self._tiles(sizes.within), sizes.within)
+        within = self.sizes.within
+        self.solve = self.launcher(_solve, rows * self._tiles(solve), solve, "FINAL")
+        self.unsolve = self.launcher(_unsolve, rows * self._tiles(unsolve), unsolve, "FINAL")
+        self.within = self.launcher(_within, self.all_chunks * self._tiles(within), within)
 
 
 def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: bool) -> Kept:
