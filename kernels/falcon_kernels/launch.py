@@ -160,9 +160,9 @@ CHANNEL = {  # keys as in TABLE
     ("safe", 2, 256): _channel(Config(64, 8, 1), Config(16, 4, 2)),
 }
 WIDE_CHANNEL = {  # 4-byte operands, on any card, by K
-    64: _channel(Config(32, 4, 1), Config(32, 4, 1), 32),
-    128: _channel(Config(16, 8, 1), Config(16, 8, 1), 32),
-    256: _channel(Config(16, 8, 1), Config(16, 8, 1), 32),
+    64: _channel(Config(32, 4, 1), Config(32, 4, 2), 32),
+    128: _channel(Config(16, 8, 1), Config(16, 8, 2), 32),
+    256: _channel(Config(16, 8, 1), Config(16, 8, 2), 32),
 }
 
 
