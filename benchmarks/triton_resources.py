@@ -161,8 +161,9 @@ def channel(card: str, dtype: torch.dtype, key_dim: int, residual: bool = False)
     )
     layout = Layout.of(1, 1024, 0, triton_channel.chunk_length(dtype, key_dim, 1))
     core = triton_channel_regression if residual else triton_channel
+    heads = 64  # else solves would be alone, with narrower tiles
     plan = core.Plan(
-        layout, (1, 1024, 1, key_dim), key_dim, dtype, torch.device("cpu"), options, False, True, True, True,
+        layout, (1, 1024, heads, key_dim), key_dim, dtype, torch.device("cpu"), options, False, True, True, True,
         sizes=sizes,
     )  # fmt: skip
     modes = dict.fromkeys(("forward", "reverse"), (True, True, True, False))

@@ -210,6 +210,24 @@ def test_gradient_of_ridge_in_bfloat16():
     assert_same(*(gradients(o, [i["ridge"]])[0] for o, i in ((have, have_inputs), (want, exact))), 1.11e-2)
 
 
+def test_solves_that_have_the_card_to_themselves_take_narrow_tiles(monkeypatch):
+    """Which changes nothing else."""
+    rule = Rule("falcon_2")
+    inputs, state = as_leaves(*case(rule, 40, K=64, V=64), torch.bfloat16)
+    runs = []
+    for processors in (132, 1 / 4):
+        monkeypatch.setattr(launch, "card", lambda device, processors=processors: ("large", processors))
+        triton_attention.plan_of.cache_clear()
+        result = attend(inputs, rule, initial_state=state, impl="triton")
+        runs.append([result.output, *gradients(result, list(inputs.values()))])
+    for narrow, wide in zip(*runs, strict=True):
+        assert_same(narrow, wide, 1e-6)
+    monkeypatch.setattr(launch, "card", lambda device: ("large", 132))
+    config = launch.Config(32, 1, 3)
+    assert [launch.alone(DEVICE, config, rows, 64).value_tile for rows in (1, 132, 133)] == [16, 16, 32]
+    assert launch.alone(DEVICE, config._replace(warps=4), 1, 64).value_tile == 32
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_float16_inputs(name):
     """Nothing but outputs and gradients is rounded to them."""

@@ -152,17 +152,17 @@ def _channel(passes: Config, solves: Config, tile: int = 64, registers: int | No
 
 
 CHANNEL = {  # keys as in TABLE
-    ("large", 2, 64): _channel(Config(64, 4, 3), Config(32, 1, 1), registers=168),
-    ("large", 2, 128): _channel(Config(64, 4, 3), Config(16, 1, 1), registers=168),
-    ("large", 2, 256): _channel(Config(64, 8, 2), Config(16, 2, 1), registers=168),
-    ("safe", 2, 64): _channel(Config(64, 4, 2), Config(32, 1, 1)),
-    ("safe", 2, 128): _channel(Config(64, 4, 1), Config(16, 1, 1)),
-    ("safe", 2, 256): _channel(Config(64, 8, 1), Config(16, 2, 1)),
+    ("large", 2, 64): _channel(Config(64, 4, 3), Config(32, 1, 3), registers=168),
+    ("large", 2, 128): _channel(Config(64, 4, 3), Config(16, 1, 3), registers=168),
+    ("large", 2, 256): _channel(Config(64, 8, 2), Config(16, 4, 3), registers=168),
+    ("safe", 2, 64): _channel(Config(64, 4, 2), Config(32, 1, 2)),
+    ("safe", 2, 128): _channel(Config(64, 4, 1), Config(16, 1, 2)),
+    ("safe", 2, 256): _channel(Config(64, 8, 1), Config(16, 4, 2)),
 }
 WIDE_CHANNEL = {  # 4-byte operands, on any card, by K
-    64: _channel(Config(32, 4, 1), Config(32, 4, 1), 32),
-    128: _channel(Config(16, 8, 1), Config(16, 8, 1), 32),
-    256: _channel(Config(16, 8, 1), Config(16, 8, 1), 32),
+    64: _channel(Config(32, 4, 1), Config(32, 4, 2), 32),
+    128: _channel(Config(16, 8, 1), Config(16, 8, 2), 32),
+    256: _channel(Config(16, 8, 1), Config(16, 8, 2), 32),
 }
 
 
@@ -301,6 +301,14 @@ def narrower(device: torch.device, config: Config, rows: int, value_dim: int, ke
         return config
     stages = 3 if kind == "large" and key_tile <= 128 else config.stages
     return config._replace(value_tile=tile, warps=4, stages=stages)
+
+
+def alone(device: torch.device, config: Config, rows: int, value_dim: int) -> Config:
+    """`config` of a warp a program with value tiles of 16, where each of these warps has a quarter of a multiprocessor
+    to itself: what then counts is how long it takes for a block."""
+    if config.warps > 1 or rows * -(-value_dim // 16) > 4 * card(device)[1]:
+        return config
+    return config._replace(value_tile=16)
 
 
 def chunk_length(operand_bytes: int, key_tile: int, window: int) -> int:

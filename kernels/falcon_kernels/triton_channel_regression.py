@@ -34,8 +34,9 @@ Both solves hold S' and G', [V, K], whose products with x have them as left oper
 of a block as a vector over channels: a thread then has all 16 tokens of a channel, and the substitution waits for none.
 A warp has some channels of a sequence to itself, and hardly ever waits for others; what products take and give crosses
 over between its threads once a block. A token's number is added to the sums h of all that are left as soon as it is
-known. A block's numbers are loaded while the memory is multiplied, its features while the block before is solved. Long
-sequences are not cut into parts here.
+known. A warp may have a part of a multiprocessor to itself, and would then wait for every load: so what a block needs
+is copied to shared memory while blocks before it are solved. That is done to loads of one number a thread or more that
+lead to a product of their own block. Long sequences are not cut into parts here.
 
 Elements moved per token and head: solve K + 2V + gain + u + KV/C, unsolve 2K + 3V + gain + u + KV/C, within
 2K + 2V + u; gains in float32 and u count twice.
@@ -125,13 +126,9 @@ def _together(columns, LAST: tl.constexpr = 0):
 
 
 @triton.jit
-def _rows(base, stride, channels, count, V: tl.constexpr):
-    """16 rows [BV] of V numbers, `stride` apart, in float32; 0 from row `count` on."""
-    rows = ()
-    for j in tl.static_range(BLOCK):
-        mask = (channels < V) & (j < count)
-        rows += (tl.load(base + j * stride + channels, mask=mask, other=0.0).to(tl.float32),)
-    return rows
+def _rows(base, stride, there, channels, V: tl.constexpr):
+    """16 rows [BV] of V numbers, `stride` apart, in float32; 0 where not `there`."""
+    return _apart(tl.trans(load_tile((base, tl.arange(0, BLOCK) * stride), there, channels, V).to(tl.float32)))
 
 
 @triton.jit
@@ -141,11 +138,13 @@ def _store_rows(base, stride, channels, count, rows, LAST: tl.constexpr, V: tl.c
 
 
 @triton.jit
-def _numbers(base, stride, FIRST: tl.constexpr):
-    """16 numbers, `stride` apart, from number FIRST on."""
-    numbers = ()
-    for j in tl.static_range(BLOCK):
-        numbers += (tl.load(base + j * stride + FIRST),)
+def _numbers(base, COUNT: tl.constexpr):
+    """16 or 32 numbers [1], each for all channels. A thread loads one: of fewer, one thread would load all."""
+    i = tl.arange(0, 32)
+    even, odd = tl.split(tl.reshape(tl.load(base + i, mask=i < COUNT, other=0.0), (1, 16, 2)))
+    even, odd, numbers = _apart(even), _apart(odd), ()
+    for j in tl.static_range(COUNT):
+        numbers += ((odd if j % 2 else even)[j // 2],)
     return numbers
 
 
@@ -154,8 +153,8 @@ def _features(of, start, columns, K: tl.constexpr, SHIFT: tl.constexpr, CARRIED:
     """[16, BK] write features `of` a sequence and head from a place on, 0 where there is none."""
     k, previous, sequence, low, count, head, heads = of
     i = tl.arange(0, BLOCK)
-    there = (i < count - start) & (start >= 0)
     x = x_rows(k, previous, previous, sequence, low, start, i, head, heads, K, 1, SHIFT, CARRIED)
+    there = (i < count - start) & (start >= 0)  # which it is; but so masks of loads ahead take fewer registers
     return load_rows(x, exists(start + i, there, SHIFT, CARRIED), columns, K).to(OPERAND)
 
 
@@ -182,46 +181,41 @@ def _solve(
         s = tl.load(memory + program * K * V + matrix, mask=inside, other=0.0)
 
     tl.store(states + (number * heads + head) * K * V + matrix, s, mask=inside & (count > 0))
-    of = k, previous, sequence, low, count, head, heads
-    ahead = _features(of, 0, columns, K, SHIFT, CARRIED, OPERAND)
+    of, token = (k, previous, sequence, low, count, head, heads), tl.arange(0, BLOCK)
+    begin = tl.zeros([BV], tl.float32)  # u where the block begins
     for start in range(0, count, BLOCK):
-        x, following = ahead, start + BLOCK
         row = ((number + start // C) * heads + head) * C + start % C
-        token = ((low + start) * heads + head).to(tl.int64) * V
+        wide = ((low + start) * heads + head).to(tl.int64) * V
         u = log_decay + row * V
-        begin = tl.load(u - V + channels, mask=(channels < V) & (start % C > 0), other=0.0)
-        at = _rows(u, V, channels, BLOCK, V)
-        rates = _rows(gain + token, heads * V, channels, count - start, V)
-        values = _rows(v + token, heads * V, channels, count - start, V)
-        scales = _numbers(scale + row, 1, 0)
-        products = gram + row * BLOCK  # two of each row are loaded at once: the others then lie in cache
-        half, last = _numbers(products, BLOCK, 7), _numbers(products, BLOCK, 15)
+        there = token < count - start
+        x = _features(of, start, columns, K, SHIFT, CARRIED, OPERAND)
+        at = _rows(u, V, token >= 0, channels, V)
+        rates = _rows(gain + wide, heads * V, there, channels, V)
+        values = _rows(v + wide, heads * V, there, channels, V)
+        scales, of_block = _numbers(scale + row, 16), gram + row * BLOCK
+        middle, end = at[MIDDLE], at[BLOCK - 1]
+        to_middle, to_end = tl.exp2(middle - begin), tl.exp2(end - middle)
         found = _apart(tl.dot(s.to(OPERAND), tl.trans(x), input_precision=PRECISION))
-        ahead = _features(of, following, columns, K, SHIFT, CARRIED, OPERAND)
-        middle = at[MIDDLE]
-        to_middle, to_end = tl.exp2(middle - begin), tl.exp2(at[BLOCK - 1] - middle)
         h = ()  # of the tokens that are left
         for j in tl.static_range(BLOCK):
             h += (to_middle * found[j],)
-        before, r, y = begin, (), ()
+        before, r, z = begin, (), ()
         for i in tl.static_range(BLOCK):
             r += (values[i] - tl.exp2(before - middle) * h[0],)
-            y += (tl.exp2(middle - at[i]) * step_of(rates[i], scales[i], DIRECT, CAPPED) * r[i],)
+            y = tl.exp2(middle - at[i]) * step_of(rates[i], scales[i], DIRECT, CAPPED) * r[i]
+            z += (to_end * y,)
+            if i % 2 == 0:
+                products = _numbers(of_block + i * BLOCK, 32)  # of this token and the next
             left = ()
             for j in tl.static_range(i + 1, BLOCK):
-                if j == 7:
-                    product = half[i]
-                elif j == 15:
-                    product = last[i]
-                else:
-                    product = tl.load(products + i * BLOCK + j)
-                left += (h[j - i] + product * y[i],)
+                left += (h[j - i] + products[i % 2 * BLOCK + j] * y,)
             h, before = left, at[i]
-        _store_rows(residuals + token, heads * V, channels, count - start, r, 0, V)
-        z = (to_end[:, None] * _together(y)).to(OPERAND)
-        s = tl.dot(z, x, s * (to_middle * to_end)[:, None], input_precision=PRECISION)
-        if (following % C == 0) & (following < count):
-            tl.store(states + ((number + following // C) * heads + head) * K * V + matrix, s, mask=inside)
+        begin = tl.where((start + BLOCK) % C == 0, 0.0, end)
+        _store_rows(residuals + wide, heads * V, channels, count - start, r, 0, V)
+        s = tl.dot(_together(z).to(OPERAND), x, s * (to_middle * to_end)[:, None], input_precision=PRECISION)
+        if ((start + BLOCK) % C == 0) & (start + BLOCK < count):
+            chunk = (number + (start + BLOCK) // C) * heads + head
+            tl.store(states + chunk * K * V + matrix, s, mask=inside)
     if FINAL:
         tl.store(final + program * K * V + matrix, s, mask=inside)
 
@@ -287,54 +281,48 @@ def _unsolve(
     blocks = (count + BLOCK - 1) // BLOCK
     last = (number + (count - 1) // C) * heads + head
     tl.store(grad_states + last * K * V + matrix, g, mask=inside & (count > 0))
-    start = (blocks - 1) * BLOCK
     of, of_q = (k, previous, sequence, low, count, head, heads), (q, q, sequence, low, count, head, heads)
-    ahead = _features(of, start, columns, K, SHIFT, CARRIED, OPERAND)
+    both, token = tl.arange(0, 2), tl.arange(0, BLOCK)
     for back in range(0, blocks):
         start = (blocks - 1 - back) * BLOCK
-        x, following = ahead, start - BLOCK
         chunk = (number + start // C) * heads + head
         row = chunk * C + start % C
-        token = ((low + start) * heads + head).to(tl.int64) * V
+        wide = ((low + start) * heads + head).to(tl.int64) * V
         u = log_decay + row * V
-        begin = tl.load(u - V + channels, mask=(channels < V) & (start % C > 0), other=0.0)
-        at = _rows(u, V, channels, BLOCK, V)
-        rates = _rows(gain + token, heads * V, channels, count - start, V)
-        out = _rows(grad_output + token, heads * V, channels, count - start, V)
-        asked = _rows(grad_z + token, heads * V, channels, count - start, V)
-        scales = _numbers(scale + row, 1, 0)
-        products = gram + row * BLOCK  # two of each row are loaded at once: the others then lie in cache
-        none, half = _numbers(products, BLOCK, 0), _numbers(products, BLOCK, 8)
+        there = token < count - start
+        x = _features(of, start, columns, K, SHIFT, CARRIED, OPERAND)
         found = _apart(tl.dot(g.to(OPERAND), tl.trans(x), input_precision=PRECISION))
-        ahead = _features(of, following, columns, K, SHIFT, CARRIED, OPERAND)
-        queries = _features(of_q, start, columns, K, 0, True, OPERAND)
-        middle = at[MIDDLE]
-        to_middle, to_end = tl.exp2(middle - begin), tl.exp2(at[BLOCK - 1] - middle)
+        begin = load_tile((u - V, both * V), (both > 0) | (start % C > 0), channels, V)
+        begin, _ = tl.split(tl.trans(begin))  # of two rows: so each thread loads a number
+        at = _rows(u, V, token >= 0, channels, V)
+        rates = _rows(gain + wide, heads * V, there, channels, V)
+        asked = _rows(grad_z + wide, heads * V, there, channels, V)
+        scales, of_block = _numbers(scale + row, 16), gram + row * BLOCK
+        read = load_tile((u - LAG * V, token * V), (token >= LAG) | (start % C > 0), channels, V)
+        out = load_tile((grad_output + wide, token * (heads * V)), there, channels, V).to(tl.float32)
+        out = (tl.exp2(read - begin[None, :]) * out).to(OPERAND)
+        middle, end = at[MIDDLE], at[BLOCK - 1]
+        to_middle, to_end = tl.exp2(middle - begin), tl.exp2(end - middle)
         h = ()  # of the tokens that are left
         for j in tl.static_range(BLOCK):
             h += (to_end * found[j],)
-        after, of_z, w, read = to_end, (), (), ()  # from the last token on
+        of_z, w = (), ()  # from the last token on
         for i in tl.static_range(BLOCK - 1, -1, -1):
             before = tl.exp2((at[i - 1] if i > 0 else begin) - middle)
             now = asked[i] + tl.exp2(middle - at[i]) * h[i]
             of_z += (now,)
             now = before * step_of(rates[i], scales[i], DIRECT, CAPPED) * now
-            w += (now,)
+            w += (-to_middle * now,)
+            if i % 2 == 1:
+                products = _numbers(of_block + (i - 1) * BLOCK, 32)  # of this token and the one before
             left = ()
             for j in tl.static_range(i):
-                if j == 0:
-                    product = none[i]
-                elif j == 8:
-                    product = half[i]
-                else:
-                    product = tl.load(products + i * BLOCK + j)
-                left += (h[j] - product * now,)
-            read += ((before if LAG > 0 else after) * out[i],)
-            h, after = left, before
-        _store_rows(grad_z + token, heads * V, channels, count - start, of_z, 15, V)
-        g = g * (to_middle * to_end)[:, None]
-        g = tl.dot((to_middle[:, None] * _together(read, 15)).to(OPERAND), queries, g, input_precision=PRECISION)
-        g = tl.dot((-to_middle[:, None] * _together(w, 15)).to(OPERAND), x, g, input_precision=PRECISION)
+                left += (h[j] - products[i % 2 * BLOCK + j] * now,)
+            h = left
+        _store_rows(grad_z + wide, heads * V, channels, count - start, of_z, 15, V)
+        queries = _features(of_q, start, columns, K, 0, True, OPERAND)
+        g = tl.dot(tl.trans(out), queries, g * (to_middle * to_end)[:, None], input_precision=PRECISION)
+        g = tl.dot(_together(w, 15).to(OPERAND), x, g, input_precision=PRECISION)
         if (start % C == 0) & (start > 0):
             tl.store(grad_states + (chunk - heads) * K * V + matrix, g, mask=inside)
     if CARRIED:
@@ -354,12 +342,14 @@ class Plan(triton_channel.Plan):
 
     def __init__(self, layout, shape, value_dim, dtype, device, *options, sizes: launch.Channel | None = None):
         super().__init__(layout, shape, value_dim, dtype, device, *options, sizes=sizes)
-        sizes = self.sizes
+        rows = self.rows
+        solve, unsolve = (launch.alone(device, c, rows, value_dim) for c in (self.sizes.solve, self.sizes.unsolve))
         self.gram = (layout.chunks, self.heads, layout.chunk, BLOCK.value)
 
-        self.solve = self.launcher(_solve, self.rows * self._tiles(sizes.solve), sizes.solve, "FINAL")
-        self.unsolve = self.launcher(_unsolve, self.rows * self._tiles(sizes.unsolve), sizes.unsolve, "FINAL")
-        self.within = self.launcher(_within, self.all_chunks * self._tiles(sizes.within), sizes.within)
+        within = self.sizes.within
+        self.solve = self.launcher(_solve, rows * self._tiles(solve), solve, "FINAL")
+        self.unsolve = self.launcher(_unsolve, rows * self._tiles(unsolve), unsolve, "FINAL")
+        self.within = self.launcher(_within, self.all_chunks * self._tiles(within), within)
 
 
 def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: bool) -> Kept:
