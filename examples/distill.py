@@ -327,7 +327,7 @@ def write(output: Path, student, tokenizer, curve: dict[str, dict[str, float]], 
         "seconds": time.monotonic() - STARTED,
     }
     (output / "metrics.json").write_text(json.dumps(results, indent=2) + "\n")
-    draw(curve, plan["stages"], output / "curve")
+    draw({"student": curve}, [(name, steps) for name, (steps, _) in plan["stages"].items()], output / "curve")
     table = Table("", "perplexity", title=f"{tokens:,} held-out tokens")
     for name, loss in last.items():
         label = f"after {name}" if name in STAGES else "from random weights" if name == "scratch" else name
@@ -335,33 +335,43 @@ def write(output: Path, student, tokenizer, curve: dict[str, dict[str, float]], 
     Console().print(table)
 
 
-def draw(curve: dict[str, dict[str, float]], stages: dict[str, list[float]], path: Path) -> None:
-    """The perplexity of held-out text over the steps of all stages, as SVG and PNG, where matplotlib is installed."""
+def draw(curves: dict[str, dict[str, dict[str, float]]], stages: list[tuple[str, int]], path: Path) -> None:
+    """The perplexity of held-out text over the steps of all stages, as SVG and PNG, where matplotlib is installed.
+
+    Args:
+        curves: of students of one teacher, by their names, each as in curve.json.
+        stages: name and steps of each.
+    """
     try:
+        import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         return
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    matplotlib.rcParams["svg.hashsalt"] = "falcon"  # the same file from the same figures
+    figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    steps, losses, begun = [0], [curve["converted"]["0"]], 0
-    for name, (count, _) in stages.items():
-        points = curve.get(name, {})
-        steps += [begun + int(step) for step in points]
-        losses += points.values()
+    for name, curve in curves.items():
+        points, begun = [(0, curve["converted"]["0"])], 0
+        for stage, count in stages:
+            points += [(begun + int(step), loss) for step, loss in curve.get(stage, {}).items()]
+            begun += count
+        scratch = [(int(step), loss) for step, loss in curve.get("scratch", {}).items()]
+        lines = {name: points, "from random weights": scratch}
+        for label, line in lines.items():
+            if line:
+                axes.plot([step for step, _ in line], [math.exp(loss) for _, loss in line], label=label)
+    begun = 0
+    for stage, count in stages:
         begun += count
-        if points:
-            axes.axvline(begun, color="0.8", linewidth=0.8)
-            axes.text(begun, 1, f"{name} ", ha="right", va="top", color="0.4", transform=axes.get_xaxis_transform())
-    axes.plot(steps, [math.exp(loss) for loss in losses], label="student")
-    if scratch := curve.get("scratch"):
-        perplexities = [math.exp(loss) for loss in scratch.values()]
-        axes.plot([int(step) for step in scratch], perplexities, label="from random weights")
+        if count:
+            axes.axvline(begun, color="0.85", linewidth=0.8)
+            axes.text(begun, 1, f"{stage} ", ha="right", va="top", color="0.4", transform=axes.get_xaxis_transform())
     axes.axhline(math.exp(curve["teacher"]["0"]), color="0.3", linestyle=":", label="teacher")
     axes.set(xlabel="steps", ylabel="perplexity of held-out text", yscale="log", xlim=(0, begun))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    for suffix in (".svg", ".png"):
-        figure.savefig(path.with_suffix(suffix), dpi=130)
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    figure.savefig(path.with_suffix(".png"), dpi=130)
 
 
 if __name__ == "__main__":

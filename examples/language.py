@@ -286,10 +286,8 @@ def train(
     compile: side_by_side.Compile = False,
 ) -> None:
     """Train and evaluate each model with each seed at each learning rate; the same command again goes on."""
-    if size not in SIZES:
-        raise RecipeError(f"--size is {size!r}: it may be {', '.join(SIZES)}.")
+    batch_size = batch_size or side_by_side.size_of(size, SIZES).batch_size
     length = sequence_length or (128 if size == "tiny" else 1024)
-    batch_size = batch_size or SIZES[size].batch_size
     steps = None if tokens is None else math.ceil(tokens / (batch_size * length))
     results = side_by_side.train(
         Language.load(data, tokenizer, evaluate, length),

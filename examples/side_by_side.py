@@ -630,6 +630,12 @@ Capture = Annotated[bool, typer.Option(help="On a GPU, record steps as CUDA grap
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the models with torch.compile.")]
 
 
+def size_of(name: str, sizes: dict[str, Size]) -> Size:
+    if name not in sizes:
+        raise RecipeError(f"--size is {name!r}: it may be {', '.join(sizes)}.")
+    return sizes[name]
+
+
 def plans(
     models: list[str],
     size: str,
@@ -643,9 +649,7 @@ def plans(
     kind: type[Plan] = Plan,
 ) -> list[Plan]:
     """One for each seed and model, those of one seed together."""
-    if size not in sizes:
-        raise RecipeError(f"--size is {size!r}: it may be {', '.join(sizes)}.")
-    suits = sizes[size]
+    suits = size_of(size, sizes)
     rest = (steps or suits.steps, batch_size or suits.batch_size, learning_rate or suits.learning_rate)
     return [kind(model, size, seed, *rest, warmup, weight_decay) for seed in seeds for model in models]
 

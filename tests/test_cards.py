@@ -200,3 +200,12 @@ def test_recipes_readme_has_the_perplexities_of_distillation():
         if "scratch" in last:
             assert f"is at {last['scratch']:.1f} after {list(run['curve']['scratch'])[-1]} steps" in readme
     assert measured["tokens a step"] == 64 * 512
+
+
+def test_recipes_readme_has_the_scores_of_a_known_model():
+    readme = " ".join((ROOT / "examples" / "README.md").read_text().split())
+    tasks = results("evaluate_smollm2")["tasks"]
+    names = {"piqa": "PIQA", "arc_challenge": "ARC-Challenge", "openbookqa": "OpenBookQA"}
+    said = ", ".join(f"{name} {100 * tasks[task]['acc_norm']:.1f} % (acc_norm)" for task, name in names.items())
+    errors = [f"{100 * tasks[task]['acc_norm_stderr']:.1f}" for task in names]
+    assert f"{said}, with standard errors of {errors[0]}, {errors[1]} and {errors[2]}" in readme
