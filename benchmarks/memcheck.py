@@ -6,7 +6,8 @@ Needs a GPU, and compute-sanitizer of CUDA on the path. Each rule runs forward a
 both classes of cards (`falcon_kernels/launch.py`), K = V = 64, 128 and 256, operands of 2 and 4 bytes: few tokens,
 a mask, packed documents, and, where falcon_1 has one, its single pass. Then the kernels of one token and those around
 the recurrence, in steps, in a model's training step and in its generation. Every tensor is an allocation of its own,
-so that an access past its end is seen. Exits with 1 where anything is wrong. `--only` takes what has all the words.
+so that an access past its end is seen. Steps have rows by the four: flags of a state are changed in words of 4 bytes,
+and allocations on a GPU hold whole words. Exits with 1 where anything is wrong. `--only` takes what has all the words.
 """
 
 import argparse
@@ -73,7 +74,7 @@ def run_rule(rule: str, card: str, dtype: str, width: int) -> None:
 def run_steps(name: str, dtype: torch.dtype) -> None:
     rule, device = Rule(name), triton_check.DEVICE
     for width in WIDTHS["step"]:
-        for rows in (1, 3):
+        for rows in (4, 8):
             state = FalconState.zeros(rule, rows, 2, width, width, dtype=dtype, device=device)
             rates = (rows, 2, width) if rule.per_channel else (rows, 2)
             for step in range(3):
@@ -92,7 +93,7 @@ def run_model() -> None:
                 head_dim=48, rule=rule,
             )  # fmt: skip
             model = FalconFastWeightForCausalLM(config).to(triton_check.DEVICE, dtype)
-            ids = torch.arange(2 * 37, device=triton_check.DEVICE).view(2, 37)
+            ids = torch.arange(4 * 37, device=triton_check.DEVICE).remainder(101).view(4, 37)
             model(input_ids=ids, labels=ids).loss.backward()
             mask = torch.ones_like(ids)
             mask[0, :5] = 0

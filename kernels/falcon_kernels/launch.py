@@ -33,7 +33,7 @@ TABLE = {
     ("large", 2, 64): (Config(64, 4, 2, registers=168), Config(64, 4, 3), Config(64, 4, 1, 64, 168, True)),
     ("large", 2, 128): (Config(64, 4, 2), Config(64, 4, 3), Config(64, 4, 1, 64, None, True)),
     ("large", 2, 256): (Config(64, 8, 2), Config(64, 8, 2), Config(64, 8, 1, 64, 128)),
-    ("safe", 2, 64): (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1, 64)),
+    ("safe", 2, 64): (Config(64, 4, 2), Config(64, 4, 2), Config(64, 4, 1, 64)),
     ("safe", 2, 128): (Config(32, 8, 1), Config(32, 4, 2), Config(32, 8, 1, 64)),
     ("safe", 2, 256): (Config(16, 8, 1), Config(16, 8, 1), Config(32, 8, 1, 64)),
 }

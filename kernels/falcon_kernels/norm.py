@@ -76,20 +76,21 @@ def add_norm(x: Tensor, y: Tensor | None, norm: nn.Module, dtype: torch.dtype | 
         from . import triton_token  # so that nothing here needs triton
 
         total, normed = triton_token.add_norm(x, y, norm.weight, norm.eps)
-    elif _fuses_sum(x, y, norm):
+    elif _fuses_sum(x, y, norm, dtype):
         from . import triton_norm
 
-        given = torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
-        return triton_norm.add_norm(x, y, norm.weight, norm.eps, dtype or given)
+        return triton_norm.add_norm(x, y, norm.weight, norm.eps, dtype or x.dtype)
     else:
         total = x if y is None else x + y
         normed = norm(total)
     return total, normed if dtype is None else normed.to(dtype)
 
 
-def _fuses_sum(x: Tensor, y: Tensor | None, norm: nn.Module) -> bool:
+def _fuses_sum(x: Tensor, y: Tensor | None, norm: nn.Module, dtype: torch.dtype | None = None) -> bool:
     if torch.compiler.is_compiling() or _best_step(x) != "triton":
         return False
+    if dtype is None and x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
+        return False  # what the norm then gives depends on the version of PyTorch
     if y is None and fuses(x):  # of a single token PyTorch's norm is one launch too
         return False
     from . import triton_norm

@@ -473,7 +473,10 @@ def _update_flags(flag, was, change, others, other_changes, H, TAIL: tl.constexp
 
 @triton.jit
 def _add_to_bytes(address, amount, where=None):
-    """Adds to bytes atomically, and returns what they were."""
+    """Adds to bytes atomically, and returns what they were.
+
+    The word around a byte may reach past the end of a tensor, not past what an allocation on a GPU is rounded up to.
+    """
     number = address.to(tl.int64)
     word = (number & -4).to(tl.pointer_type(tl.int32))
     shift = ((number & 3) * 8).to(tl.int32)
