@@ -96,6 +96,35 @@ def test_kernels_readme_has_the_measured_times(monkeypatch):
         assert f"{came} came" in " ".join(readme.split())
 
 
+def test_kernels_readme_has_what_falcon_2_takes_to_solve():
+    readme = " ".join((ROOT / "kernels" / "README.md").read_text().split())
+    kernels = results("channel_and_window")["kernels"]
+    shapes = ("32x1024x12x64", "8x4096x16x128", "1x32768x16x128")
+    came = [[kernels[f"falcon_2@{shape}"]["both"][name] for name in ("_solve", "_unsolve")] for shape in shapes]
+    first, second, third = (f"{solve:.2f} and {unsolve:.2f}" for solve, unsolve in came)
+    assert f"came {first}, {second}, {third}." in readme
+    assert f"{1000 * came[2][0] / 512:.1f} µs each forward and {1000 * came[2][1] / 512:.1f} back" in readme
+
+
+def test_kernels_readme_has_the_times_of_sums_and_of_first_calls():
+    readme = " ".join((ROOT / "kernels" / "README.md").read_text().split())
+    rows = {
+        row["form"]: row
+        for row in results("add_norm")["rows"]
+        if row["rows x width"] == "32768x768" and row[""] == "sum and norm"
+    }
+    ours, plain = ([rows[form][f"{way} GPU, ms"] for way in ("forward", "backward")] for form in ("triton", "torch"))
+    floors = " and ".join(f"{rows['triton'][f'{way} floor, ms']:.3f}" for way in ("forward", "backward"))
+    assert f"it takes {ours[0]:.3f} ms forward and {ours[1]:.3f} back, where the bytes pass in {floors} and" in readme
+    assert f"PyTorch's operations take {plain[0]:.3f} and {plain[1]:.3f}." in readme
+    calls = {}
+    for row in results("first_call")["rows"]:
+        calls.setdefault(row["case"], []).append(row["call, s"])
+    first, second = (sorted(calls[case]) for case in ("nothing compiled", "second process"))
+    assert f"{first[0]:.1f} to {first[-1]:.1f} s, longest for falcon_2;" in readme
+    assert f"which finds them compiled, {second[0]:.1f} to {second[-1]:.1f} s." in readme
+
+
 def test_readme_says_what_taking_tokens_back_costs():
     readme, rows = (ROOT / "README.md").read_text(), results("taking_back")["rows"]
     recorded, taken = (f"{(row['times plain'] - 1) * 100:.0f} %" for row in rows[1:])
