@@ -162,7 +162,7 @@ def test_recipes_readme_has_the_speed_of_training():
     found = sorted((ROOT / "benchmarks" / "results").glob("training*.json"))
     files = [results("training"), *(results(path.stem) for path in found if path.stem != "training")]
     rows = [row for measured in files for row in measured["rows"] if not row["failure"]]
-    assert len(rows) == 27
+    assert len(rows) == 29
     for row in rows:
         compiled = ", compiled" if row["compiled"] else ""
         figures = f"{compiled} | {row['loss']} | {row['tokens/s']:,} | {row['peak GiB']:.1f} |"
