@@ -180,7 +180,7 @@ def test_recipes_readme_has_the_speed_of_training():
         assert sentence.format(*(speeds[model, shape] for shape in ("32x1024", "4x8192"))) in main
     profile = files[0]["profiles"]["falcon_3a 32x1024 fused"]
     longest = sum(kernel["ms"] for kernel in profile["kernels"])
-    assert f"Of the {profile['ms']:.0f} ms that the GPU works" in readme
+    assert f"of the {profile['ms']:.0f} ms that the GPU works" in readme
     assert f"twenty kinds of kernels take {longest:.0f}" in readme
     parts = {
         ("nvjet",): "{} are matrix products",
