@@ -94,6 +94,14 @@ def test_kernels_readme_has_the_measured_times(monkeypatch):
     for kernel in ("_pass", "_reverse_pass"):
         came = " and ".join(f"{measured['kernels'][f'falcon_1@{s}']['both'][kernel]:.2f}" for s in first)
         assert f"{came} came" in " ".join(readme.split())
+    came = measured["kernels"][f"falcon_1@{first[0]}"]["both"]["_gradients"]
+    assert f"of `_gradients` 0.25 at the first, {came:.2f} came" in " ".join(readme.split())
+
+
+def test_all_cases_of_the_errors_on_a_gpu_hold():
+    cases = [case for group in results("triton_errors")["groups"].values() for case in group["rows"]]
+    assert len(cases) == 939
+    assert all(case["errors"] and not case["wrong"] for case in cases)
 
 
 def test_kernels_readme_has_what_falcon_2_takes_to_solve():
