@@ -2,16 +2,18 @@
 
     python benchmarks/memcheck.py [--jobs 16] [--only WORDS ...] [--wait SECONDS]
 
-Needs a GPU, and compute-sanitizer of CUDA on the path. Each rule runs forward and backward with the configurations of
-both classes of cards (`falcon_kernels/launch.py`), K = V = 64, 128 and 256, operands of 2 and 4 bytes: few tokens,
-a mask, packed documents, and, where falcon_1 has one, its single pass. Then the kernels of one token and those around
-the recurrence, in steps, in a model's training step and in its generation. Every tensor is an allocation of its own,
-so that an access past its end is seen. Flags of a state are changed in words of 4 bytes, which allocations on a GPU are
-rounded up to: steps have them in whole words, and a model rows by the four. Exits with 1 where anything is wrong.
+Needs a GPU, or several that share the work, and compute-sanitizer of CUDA on the path. Each rule runs forward and
+backward with the configurations of both classes of cards (`falcon_kernels/launch.py`), K = V = 64, 128 and 256,
+operands of 2 and 4 bytes: few tokens, a mask, packed documents, and, where falcon_1 has one, its single pass. Then the
+kernels of one token and those around the recurrence, in steps, in a model's training step and in its generation. Every
+tensor is an allocation of its own, so that an access past its end is seen. Flags of a state are changed in words of 4
+bytes, which allocations on a GPU are rounded up to: steps have them in whole words, and a model rows by the four.
+Exits with 1 where anything is wrong.
 `--only` takes what has all the words.
 """
 
 import argparse
+import itertools
 import os
 import re
 import shutil
@@ -29,7 +31,7 @@ import triton_check
 from report import report
 from triton_check import Call, Case, Group, normal
 
-CARDS = ("large", "safe")
+CARDS, DTYPES = ("large", "safe"), ("fp32", "bf16")
 WIDTHS = {"few": (64, 128, 256), "step": (16, 32, 64, 96, 128, 192, 256)}
 
 
@@ -39,18 +41,17 @@ def works() -> list[str]:
         f"{rule} {card} {dtype} {width}"
         for width in reversed(WIDTHS["few"])
         for rule in triton_check.RULES
-        for dtype in ("fp32", "bf16")
+        for dtype in DTYPES
         for card in (CARDS if dtype == "bf16" else CARDS[:1])  # those of 4 bytes are the same on any card
     ]
-    return found + [f"step {rule} {dtype}" for rule in triton_check.RULES for dtype in ("fp32", "bf16")] + ["model"]
+    found += [f"{what} {rule} {dtype}" for what in AROUND for rule in triton_check.RULES for dtype in DTYPES]
+    return found
 
 
 def run(work: str) -> None:
     words = work.split()
-    if words == ["model"]:
-        run_model()
-    elif words[0] == "step":
-        run_steps(words[1], triton_check.DTYPES[words[2]])
+    if words[0] in AROUND:
+        AROUND[words[0]](words[1], triton_check.DTYPES[words[2]])
     else:
         rule, card, dtype, width = words
         run_rule(rule, card, dtype, int(width))
@@ -89,36 +90,37 @@ def in_whole_words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_zeros(-(-tensor.numel() // 4) * 4)[: tensor.numel()].view(tensor.shape)
 
 
-def run_model() -> None:
+def run_model(rule: str, dtype: torch.dtype) -> None:
     from falcon_hf import FalconFastWeightConfig, FalconFastWeightForCausalLM
 
-    for dtype in (torch.bfloat16, torch.float32):
-        for rule in triton_check.RULES:
-            config = FalconFastWeightConfig(
-                vocab_size=101, hidden_size=144, intermediate_size=200, num_hidden_layers=1, num_attention_heads=3,
-                head_dim=48, rule=rule,
-            )  # fmt: skip
-            model = FalconFastWeightForCausalLM(config).to(triton_check.DEVICE, dtype)
-            ids = torch.arange(4 * 37, device=triton_check.DEVICE).remainder(101).view(4, 37)
-            model(input_ids=ids, labels=ids).loss.backward()
-            mask = torch.ones_like(ids)
-            mask[0, :5] = 0
-            model.eval().generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+    config = FalconFastWeightConfig(
+        vocab_size=101, hidden_size=144, intermediate_size=200, num_hidden_layers=1, num_attention_heads=3,
+        head_dim=48, rule=rule,
+    )  # fmt: skip
+    model = FalconFastWeightForCausalLM(config).to(triton_check.DEVICE, dtype)
+    ids = torch.arange(4 * 37, device=triton_check.DEVICE).remainder(101).view(4, 37)
+    model(input_ids=ids, labels=ids).loss.backward()
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    model.eval().generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
 
 
-def checked(work: str, deadline: float) -> dict[str, object]:
+AROUND = {"model": run_model, "step": run_steps}
+
+
+def checked(work: str, gpu: int, deadline: float) -> dict[str, object]:
     """One work in a process of its own under memcheck; -1 errors where it did not come to its end."""
     begun = time.perf_counter()
     if begun > deadline:
         return {"work": work, "errors": -1, "s": 0.0, "note": "not begun for lack of time"}
     command = ["compute-sanitizer", "--tool", "memcheck", sys.executable, __file__, "--work", work]
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": str(gpu)}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=deadline - begun)
         said = done.stdout + done.stderr
         summary = re.search(r"ERROR SUMMARY: (\d+) error", said)
         errors = int(summary[1]) if summary and "all launches done" in said else -1
-        note = "" if errors == 0 else said[-1500:]
+        note = "" if errors == 0 else f"{said[:1000]} … {said[-500:]}"
     except subprocess.TimeoutExpired:
         errors, note = -1, "did not come to its end in time"
     return {"work": work, "errors": errors, "s": time.perf_counter() - begun, "note": note}
@@ -142,7 +144,8 @@ def main() -> int:
         parser.error(f"no work has all of {' '.join(arguments.only)}.")
     deadline = time.perf_counter() + arguments.wait
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        rows = list(pool.map(lambda work: checked(work, deadline), chosen))
+        gpus = itertools.cycle(range(torch.cuda.device_count()))
+        rows = list(pool.map(checked, chosen, gpus, itertools.repeat(deadline)))
     report("memcheck", "errors that compute-sanitizer's memcheck found", rows)
     wrong = [row for row in rows if row["errors"]]
     for row in wrong:
