@@ -2,7 +2,8 @@
 
     python benchmarks/triton_check.py [--jobs 16] [--only WORDS ...] [--wait SECONDS]
 
-Calls that share compiled kernels form a group; processes take groups in turn, since compiling is most of the work.
+Calls that share compiled kernels form a group; processes take groups in turn, since compiling is most of the work,
+and are spread over the GPUs.
 Truth is `impl="torch"` in float64, which tests hold to the recurrence. Memory that kernels have to fill holds NaN
 before they do. A second run must give the same bits; whether a row gives the same bits alone as in its batch is only
 reported. With the package flash-linear-attention, its gated delta rule, delta rule and simple linear attention are
@@ -481,7 +482,8 @@ def run_all(titles: list[str], jobs: int, wait: float) -> dict[str, dict[str, An
             if left and running < jobs and len(processes) < jobs + SPARE:
                 log = (folder / f"{len(processes)}.log").open("w")
                 command = [sys.executable, __file__, "--worker", name, *titles]
-                environment = os.environ | {"OMP_NUM_THREADS": "1"}
+                gpu = str(len(processes) % max(1, torch.cuda.device_count()))
+                environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpu}
                 processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
             elif not running:
                 break

@@ -281,6 +281,8 @@ def step_kernel(
     for start in range(0, V, BV):
         channel = start + columns
         in_v = (channel < V) & token
+        in_next = in_k[:, None] & (channel + BV < V)[None, :]
+        ahead = tl.load(tile + start + BV, mask=in_next, other=0.0)
         in_tile = in_k[:, None] & in_v[None, :]
         if PER_CHANNEL:
             rate = tl.load(gain + head * V + channel, mask=in_v, other=0.0).to(tl.float32)
@@ -326,8 +328,7 @@ def step_kernel(
         if TAIL > 0:
             at_tail_v = old_v + w[:, None] * (H * V) + channel[None, :]
             tl.store(at_tail_v, shifted_v, mask=(w < TAIL)[:, None] & in_v[None, :])
-        in_next = in_k[:, None] & (channel + BV < V)[None, :]
-        s = tl.load(tile + start + BV, mask=in_next, other=0.0)
+        s = ahead
 
     # The rest of the state: all is read, then all is written.
     if TAIL > 0:
