@@ -46,7 +46,7 @@ class Size(NamedTuple):
     steps: int
 
 
-FULL, TINY = Size("130m", 12, 32, 1024, 65_536, 3, 10), Size("tiny", 1, 1, 24, 48, 1, 2)
+FULL, TINY = Size("130m", 12, 32, 1024, 65_536, 5, 30), Size("tiny", 1, 1, 24, 48, 1, 2)
 
 
 class Run(NamedTuple):
