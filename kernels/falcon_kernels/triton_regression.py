@@ -892,7 +892,7 @@ def _gradients(
         x = load_rows(x_at, there, kk, K).to(OPERAND)
         queries = load_rows(q_at, here, kk, K).to(OPERAND)
         g = _load_state(grad_states, columns, kk, V, K)
-        y = load_rows(y_at, here, columns, V)  # last: it goes through shared memory before a product, and others would wait
+        y = load_rows(y_at, here, columns, V)  # last: it goes through shared memory first, and others would wait
         rounded, rest = y, y
         if not SOLVED:
             rounded, rest = _halves_of(inverse, program, i, C, OPERAND)
@@ -904,7 +904,8 @@ def _gradients(
         gained = _settled(tl.sum(y * residual.to(tl.float32), 1), i)
         store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
         scores = tl.dot(given, tl.trans(residual), scores, input_precision=PRECISION)
-        decay = _pairwise(_settled(rc, i)[:, None], rf[:, None], uc[None, :], uf[None, :], i[:, None] >= i[None, :] + LAG)
+        seen = i[:, None] >= i[None, :] + LAG
+        decay = _pairwise(_settled(rc, i)[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
         scores_left = (scores * decay).to(OPERAND)
         if LAG == 0:
             decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
@@ -930,7 +931,8 @@ def _gradients(
         read = _settled(read, i)
 
         scores_turned = tl.dot(residual, tl.trans(given), scores_turned, input_precision=PRECISION)
-        decay = _pairwise(rc[None, :], rf[None, :], _settled(uc, i)[:, None], uf[:, None], i[None, :] >= i[:, None] + LAG)
+        seen = i[None, :] >= i[:, None] + LAG
+        decay = _pairwise(rc[None, :], rf[None, :], _settled(uc, i)[:, None], uf[:, None], seen)
         scores_right = (scores_turned * decay).to(OPERAND)
         if LAG == 0:
             decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
