@@ -43,14 +43,11 @@ All passes hold S' and G', [V, K], so that products have what the last one left 
 states are stored that way round too. The last kernel ends with the gradients of the schedule: each pair is of one token
 here, so that what its energy asks for is known where its gradient is.
 
-Elements moved per token and head, the forward of training; A^-1 has 4 bytes an element, of bfloat16 in two parts, and
-ten of its sixteen blocks are stored:
-    invert K + 5C/4, whole 2K + 3V + 5C/4 + KV/C; or prepare 2K + 2V + 5C/4, carry and read 2K + 2V + KV/C each
-Kept for the backward are A^-1, S and Z:
-    reverse_whole 2K + 2V + 5C/4 + KV/C, gradients 4K + 4V + 2KV/C
-    or prepare 3K + 2V + 5C/4, reverse 3K + 3V + KV/C, gradients 4K + 4V + 5C/4 + 2KV/C
+A^-1 has 4 bytes an element, of bfloat16 in two parts, and ten of its sixteen blocks are stored. Kept for the backward
+are A^-1, S and Z.
 W, where it is needed, is formed again as fast as it is read, and would be a sixth of what is kept. The backward has it
-where the gradient of q will be, and Y or dZ where that of v will be: beside gradients it needs room for G alone.
+where the gradient of q will be, and Y or dZ where that of v will be if all value channels are one tile: beside
+gradients it needs room for G alone.
 
 Decays enter as exp(u_t - u_s), s <= t only. The schedule sums u, for other than bfloat16 inputs in two parts, one of
 them rounded to 2^-12 so that its sums and differences are exact while |u| < 4,096, so that a difference is as accurate
@@ -773,8 +770,8 @@ def _gradients(
 
     Products [C, C] that are left operands both ways round are formed twice, not transposed. Where all value channels
     are one tile, operands of products are loaded once, before all products, and the gradient of v may lie where Y or dZ
-    does. Else Y takes the place of dZ: one pass over the value channels is all before those products, one more for
-    each tile of key channels all after them, with little between what is loaded and its product.
+    does. Else a pass over the value channels forms these products, with Y in the place of dZ, and one for each tile of
+    keys what is of S and G: loops of loads and products alone, so that loads are far ahead.
     """
     program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * C, log_decay + program * C
@@ -810,11 +807,7 @@ def _gradients(
     end_c, end_f = _at_end(log_decay, places, C, OPERAND)
     minus = _settled(-eta * tl.exp2((before_c - rc) + (before_f - rf)), i)
     into = _x_rows(grad_k, grad_previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
-    gained, read, kept = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), 0.0
-    scores, scores_turned = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    system, system_turned = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    gram = tl.zeros([C, C], tl.float32)
-    dx = tl.zeros([C, BK], tl.float32)
+    read, gram, dx = tl.zeros([C], tl.float32), tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
     if V > BV:
         given_at = _tile_at(grad_output, low + start, head, heads, i, V)
         y_at = _tile_at(y_or_dz, low + start, head, heads, i, V)
@@ -822,6 +815,7 @@ def _gradients(
         rounded, rest = eta, eta
         if not SOLVED:
             rounded, rest = _halves_of(inverse, program, i, C, OPERAND)
+        scores, system, scores_turned, system_turned, gained = gram, gram, gram, gram, read
         for begin in range(0, V, BV):
             columns = begin + tl.arange(0, BV)
             given = load_tile(given_at, here, columns, V).to(OPERAND)
@@ -853,11 +847,11 @@ def _gradients(
         system_right = system_turned.to(OPERAND)
         tl.debug_barrier()  # Y has been stored
 
-        both = tl.zeros([BV, BK // 8], tl.float32)
+        kept, both = 0.0, tl.zeros([BV, BK // 8], tl.float32)
+        none = dx
         for beginning in range(0, K, BK):
             kk = beginning + tl.arange(0, BK)
-            dq, dx = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
-            left = tl.zeros([C, BK], tl.float32)
+            dq, dx, left = none, none, none
             for begin in range(0, V, BV):
                 columns = begin + tl.arange(0, BV)
                 given = load_tile(given_at, here, columns, V).to(OPERAND)
@@ -870,9 +864,9 @@ def _gradients(
                 dx = tl.dot(found, s, dx, input_precision=PRECISION)
                 left = tl.dot(residual, g, left, input_precision=PRECISION)
             x = load_rows(x_at, there, kk, K).to(OPERAND)
-            queries = load_tile(_tile_at(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
+            queries = load_rows(q_at, here, kk, K).to(OPERAND)
             dq = tl.dot(scores_left, x, dq * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
-            store_tile(_tile_at(grad_q, low + start, head, heads, i, K), dq, here, kk, K)
+            store_rows(_rows(grad_q, low + start, head, heads, i, K), dq, here, kk, K)
             read += tl.sum(queries.to(tl.float32) * dq, 1)
             dx *= (minus * tl.exp2(rc + rf))[:, None]
             owed += tl.sum(x.to(tl.float32) * dx, 1)
@@ -884,7 +878,6 @@ def _gradients(
             dx = tl.dot(system_right, x, left + dx, input_precision=PRECISION)
             store_rows(into, dx, there, kk, K)
         kept += tl.sum(both) * tl.exp2(end_c + end_f)
-        gained, read, owed, written = _settled(gained, i), _settled(read, i), _settled(owed, i), _settled(written, i)
     else:
         given = load_rows(given_at, here, columns, V).to(OPERAND)
         residual = load_rows(z_at, here, columns, V)
@@ -903,14 +896,13 @@ def _gradients(
         found = (minus[:, None] * y).to(OPERAND)
         gained = _settled(tl.sum(y * residual.to(tl.float32), 1), i)
         store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
-        scores = tl.dot(given, tl.trans(residual), scores, input_precision=PRECISION)
+        scores = tl.dot(given, tl.trans(residual), input_precision=PRECISION)
         seen = i[:, None] >= i[None, :] + LAG
         decay = _pairwise(_settled(rc, i)[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
         scores_left = (scores * decay).to(OPERAND)
         if LAG == 0:
             decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
-        system = tl.dot(found, tl.trans(residual), system, input_precision=PRECISION)
-        system *= decay
+        system = tl.dot(found, tl.trans(residual), input_precision=PRECISION) * decay
         for begin in range(0, K, BK):
             if K > BK:
                 x = load_rows(x_at, there, begin + tl.arange(0, BK), K).to(OPERAND)
@@ -930,16 +922,15 @@ def _gradients(
             read += tl.sum(q_again.to(tl.float32) * dq, 1)
         read = _settled(read, i)
 
-        scores_turned = tl.dot(residual, tl.trans(given), scores_turned, input_precision=PRECISION)
+        scores = tl.dot(residual, tl.trans(given), input_precision=PRECISION)
         seen = i[None, :] >= i[:, None] + LAG
         decay = _pairwise(rc[None, :], rf[None, :], _settled(uc, i)[:, None], uf[:, None], seen)
-        scores_right = (scores_turned * decay).to(OPERAND)
+        scores_right = (scores * decay).to(OPERAND)
         if LAG == 0:
             decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
-        system_turned = tl.dot(residual, tl.trans(found), system_turned, input_precision=PRECISION)
-        system_turned *= decay
-        written = _settled(tl.sum(system_turned * gram, 1), i)
-        system_right = system_turned.to(OPERAND)
+        system = tl.dot(residual, tl.trans(found), input_precision=PRECISION) * decay
+        written = _settled(tl.sum(system * gram, 1), i)
+        system_right = system.to(OPERAND)
 
         if K > BK:
             kept = 0.0
@@ -956,7 +947,6 @@ def _gradients(
             dx = tl.dot(system_left, x, dx, input_precision=PRECISION)
 
             if K > BK:
-                s = _load_state(states, columns, kk, V, K)
                 g = _load_state(grad_states, columns, kk, V, K)
                 kept += _product(s, g) * tl.exp2(end_c + end_f)
             left = tl.dot(residual, g, input_precision=PRECISION)
