@@ -32,6 +32,9 @@ class Kernel:
 
         return run
 
+    def warmup(self, *arguments, grid, **constants):
+        self.calls.append(("compile", grid, arguments, constants))
+
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch):
@@ -80,3 +83,16 @@ def test_profilers_see_every_launch(monkeypatch):
     monkeypatch.setattr(launcher.triton.knobs.runtime, "launch_exit_hook", lambda metadata: None)
     launch(1, 2)
     assert [call[0] for call in kernel.calls] == ["triton"] * 2
+
+
+@pytest.mark.skipif(not hasattr(launcher.triton, "AsyncCompileMode"), reason="this Triton compiles one after another")
+def test_nothing_is_launched_while_kernels_are_compiled():
+    kernel, tensor = Kernel(), torch.zeros(2)
+    launch = Launcher(kernel, (5,), {"SIZE": 8}, ("FLAG",), aligned=True)
+    for _ in range(2):
+        with launcher.compiling():
+            launch(tensor, None, flags=(True,))
+        launch(tensor, None, flags=(True,))
+    given = (5, 1, 1), (tensor, None), {"SIZE": 8, "FLAG": True}
+    assert kernel.calls[:3] == [("compile", *given), ("triton", *given), ("compile", *given)]
+    assert [call[0] for call in kernel.calls[3:]] == ["compiled"]

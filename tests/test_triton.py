@@ -23,12 +23,13 @@ from cases import (
     make_inputs,
     make_state,
 )
+from falcon_kernels import RULES as EVERY_RULE
 from falcon_kernels import Rule
 from falcon_kernels.schedule import energy, step_and_log_decay
 
 interpreter.require()
 
-from falcon_kernels import launch, triton_attention, triton_schedule  # noqa: E402
+from falcon_kernels import launch, launcher, triton_attention, triton_schedule  # noqa: E402
 from falcon_kernels.triton_layout import NO_TABLES, Layout  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -276,6 +277,29 @@ def test_custom_ops_keep_their_contract(name, fused, carried, packed, monkeypatc
     options = arguments[triton_attention.TENSORS :]
     output, final, *kept = triton_attention.attention_op(*tensors, *options[:-1], True)
     torch.library.opcheck(triton_attention.attention_backward_op, (output, final, *tensors, *kept, *options[:-2]))
+
+
+@pytest.mark.skipif(not hasattr(launcher.triton, "AsyncCompileMode"), reason="this Triton compiles one after another")
+@pytest.mark.parametrize("name", EVERY_RULE)
+def test_the_first_call_compiles_what_it_and_its_backward_launch(name, monkeypatch):
+    asked, launched = [], []
+    run = launcher.Launcher.__call__
+
+    def noted(self, *arguments, flags=()):
+        absent = tuple(argument is None for argument in arguments)
+        (asked if launcher._compiling.get() else launched).append((self.kernel.__name__, flags, absent))
+        run(self, *arguments, flags=flags)
+
+    monkeypatch.setattr(launcher.Launcher, "__call__", noted)
+    monkeypatch.setattr(triton_attention, "compiles", lambda device: True)
+    rule = Rule(name)
+    inputs = _on_device(inputs_of(rule, 20, H=1))
+    for first in (True, False):
+        output = attend(inputs, rule, impl="triton").output
+        torch.autograd.grad(output.square().sum(), list(inputs.values()))
+        assert asked == (launched if first else [])
+        asked.clear()
+        launched.clear()
 
 
 def test_no_second_derivatives():

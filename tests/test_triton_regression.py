@@ -110,6 +110,13 @@ def test_head_dimensions(K, V):
 
 
 @both_regimes
+@pytest.mark.parametrize("name", RULES)
+def test_several_tiles_of_keys_and_values(name):
+    inputs, state = case(RULES[name], B=2, T=70, H=1, K=20, V=40)
+    check(inputs, RULES[name], state)
+
+
+@both_regimes
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [192, 256])
 def test_large_head_dimensions(size):

@@ -82,7 +82,12 @@ REGRESSION = {  # keys as in TABLE
         Config(128, 8, 2),
     ),
     ("large", 2, 256): Regression(
-        Config(32, 1, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1), Config(32, 4, 1), Config(64, 4, 1)
+        Config(64, 1, 3),
+        Config(64, 4, 2),
+        Config(32, 8, 3),
+        Config(256, 8, 2, registers=128),
+        Config(32, 8, 2),
+        Config(64, 4, 2),
     ),
     ("safe", 2, 64): Regression(
         Config(32, 1, 1),

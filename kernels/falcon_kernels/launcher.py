@@ -5,7 +5,10 @@ of 16 bytes. Who makes a `Launcher` promises that between calls only the pointer
 and that they stay multiples of 16 bytes if `aligned`; else every launch goes Triton's own way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,6 +18,25 @@ from torch import Tensor
 # In these versions a compiled kernel is run with grid, stream, handle, metadata, hooks, and all arguments, constants
 # included; a pointer may be an integer.
 KNOWN = (3, 6) <= tuple(int(n) for n in triton.__version__.split(".")[:2]) <= (3, 7)
+
+_compiling: ContextVar[bool] = ContextVar("compiling", default=False)
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether kernels are compiled for this device, and can be side by side."""
+    return KNOWN and device.type == "cuda"
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Within, nothing is launched: what launches need is compiled side by side, and has been when this ends. What does
+    not compile says so when it is launched."""
+    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        before = _compiling.set(True)
+        try:
+            yield
+        finally:
+            _compiling.reset(before)
 
 
 def _observed() -> bool:
@@ -48,6 +70,9 @@ class Launcher:
 
     def __call__(self, *arguments, flags: tuple = ()) -> None:
         kind = flags, tuple([argument is None for argument in arguments])
+        if _compiling.get():
+            self.kernel.warmup(*arguments, grid=self.grid, **self._constants(flags))
+            return
         if kind in self.ready and not _observed():
             compiled, tensors, constants = self.ready[kind]
             stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
@@ -58,9 +83,12 @@ class Launcher:
                 *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *constants
             )
             return
-        constants = self.constants | dict(zip(self.flags, flags, strict=True))
+        constants = self._constants(flags)
         compiled = self.kernel[self.grid](*arguments, **constants)
         if self.aligned and compiled is not None:  # the interpreter compiles nothing
             names = self.kernel.arg_names[len(arguments) :]
             tensors = tuple(i for i, t in enumerate(arguments) if isinstance(t, Tensor))
             self.ready[kind] = compiled, tensors, tuple(constants[name] for name in names)
+
+    def _constants(self, flags: tuple) -> dict[str, Any]:
+        return self.constants | dict(zip(self.flags, flags, strict=True))

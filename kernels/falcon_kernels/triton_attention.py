@@ -3,6 +3,9 @@
 The host sets the pace of small batches. So both are registered with the dispatcher itself and an ordinary autograd
 function, a third of the host's time of `torch.library.custom_op`; plain tensors, which nobody traces or transforms, go
 to the same functions past the dispatcher; and all that follows from shapes and options is worked out once and kept.
+
+The first call of a plan goes through forward and backward once without launches, so that their kernels are compiled
+side by side.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +24,7 @@ from . import (
     triton_schedule,
     triton_window,
 )
-from .launcher import Launcher, are_aligned, dtypes_of
+from .launcher import Launcher, are_aligned, compiles, compiling, dtypes_of
 from .triton_layout import (
     NAMESPACE,
     NO_TABLES,
@@ -75,6 +78,8 @@ class Plan:
         batch, length, heads, key_dim = shape
         window, _, _, _, residual, *_ = options
         dtype, self.carried = dtypes[0], carried
+        self.compiles = compiles(device)
+        self.compiled: set[tuple[bool, bool]] = set()  # for which `final` and `keep`
         self.core = _core(window, residual, per_channel)
         self.layout = Layout.of(batch, length, documents, self.core.chunk_length(dtype, key_dim, window))
         self.launches = self.core.Plan(
@@ -144,6 +149,12 @@ def _forward(
             lengths: [B] int64 tokens of each row, the rest of which does nothing; cu_seqlens: [S + 1].
         final, keep: whether the final memory, and what the backward needs, are wanted.
     """
+    if plan.compiles and (final, keep) not in plan.compiled:
+        plan.compiled.add((final, keep))
+        with compiling():
+            output, _, *kept = _forward(plan, tensors, tables, final, keep)
+            if keep:
+                _backward(plan, tensors, tables, kept, output, None)
     call = _call(tensors, tables)
     output = torch.empty_like(call.v)
     final_memory = torch.empty(plan.memory, dtype=torch.float32, device=call.v.device) if final else None

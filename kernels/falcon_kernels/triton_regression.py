@@ -43,14 +43,11 @@ All passes hold S' and G', [V, K], so that products have what the last one left 
 states are stored that way round too. The last kernel ends with the gradients of the schedule: each pair is of one token
 here, so that what its energy asks for is known where its gradient is.
 
-Elements moved per token and head, the forward of training; A^-1 has 4 bytes an element, of bfloat16 in two parts, and
-ten of its sixteen blocks are stored:
-    invert K + 5C/4, whole 2K + 3V + 5C/4 + KV/C; or prepare 2K + 2V + 5C/4, carry and read 2K + 2V + KV/C each
-Kept for the backward are A^-1, S and Z:
-    reverse_whole 2K + 2V + 5C/4 + KV/C, gradients 4K + 4V + 2KV/C
-    or prepare 3K + 2V + 5C/4, reverse 3K + 3V + KV/C, gradients 4K + 4V + 5C/4 + 2KV/C
+A^-1 has 4 bytes an element, of bfloat16 in two parts, and ten of its sixteen blocks are stored. Kept for the backward
+are A^-1, S and Z.
 W, where it is needed, is formed again as fast as it is read, and would be a sixth of what is kept. The backward has it
-where the gradient of q will be, and Y or dZ where that of v will be: beside gradients it needs room for G alone.
+where the gradient of q will be, and Y or dZ where that of v will be if all value channels are one tile: beside
+gradients it needs room for G alone.
 
 Decays enter as exp(u_t - u_s), s <= t only. The schedule sums u, for other than bfloat16 inputs in two parts, one of
 them rounded to 2^-12 so that its sums and differences are exact while |u| < 4,096, so that a difference is as accurate
@@ -72,9 +69,11 @@ from .triton_layout import (
     exists,
     load_rows,
     load_rows_again,
+    load_tile,
     operand_dtype,
     span,
     store_rows,
+    store_tile,
 )
 from .triton_schedule import (
     Call,
@@ -97,6 +96,12 @@ STORED = tl.constexpr(10 * 16 * 16)  # of each part of A^-1: the blocks of 16 to
 def _rows(base, token, head, heads, i, WIDTH: tl.constexpr):
     """Pointers to the rows of `head` of the tokens i after `token`: one of 64 bits, and offsets of 32."""
     return base + (token * heads + head) * WIDTH + i * (heads * WIDTH)
+
+
+@triton.jit
+def _tile_at(base, token, head, heads, i, WIDTH: tl.constexpr):
+    """The same for `load_tile`."""
+    return base + (token * heads + head) * WIDTH, i * (heads * WIDTH)
 
 
 @triton.jit
@@ -763,8 +768,10 @@ def _gradients(
     """Gradients of one chunk of one head: of q, v and the write features where their keys lie, of gain and ridge.
     From Y where SOLVED, else from dZ.
 
-    Products [C, C] that are left operands both ways round are formed twice, not transposed. Where all channels are one
-    tile, operands of products are loaded once, before all products, and the gradient of v may lie where Y or dZ does.
+    Products [C, C] that are left operands both ways round are formed twice, not transposed. Where all value channels
+    are one tile, operands of products are loaded once, before all products, and the gradient of v may lie where Y or dZ
+    does. Else a pass over the value channels forms these products, with Y in the place of dZ, and one for each tile of
+    keys what is of S and G: loops of loads and products alone, so that loads are far ahead.
     """
     program = tl.program_id(0).to(tl.int64)
     weight, log_decay = weight + program * C, log_decay + program * C
@@ -798,146 +805,162 @@ def _gradients(
     rc, rf = _running(log_decay, places, i, LAG, OPERAND)
     before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
     end_c, end_f = _at_end(log_decay, places, C, OPERAND)
-    given = load_rows(given_at, here, columns, V).to(OPERAND)
-    residual = load_rows(z_at, here, columns, V)
-    s = _load_state(states, columns, kk, V, K)
-    x = load_rows(x_at, there, kk, K).to(OPERAND)
-    queries = load_rows(q_at, here, kk, K).to(OPERAND)
-    g = _load_state(grad_states, columns, kk, V, K)
-    y = load_rows(y_at, here, columns, V)  # last: it goes through shared memory before a product, and others would wait
-    if SOLVED:
-        rounded, rest = y, y
-    else:
-        rounded, rest = _halves_of(inverse, program, i, C, OPERAND)
-    kept = _product(s, g) * tl.exp2(end_c + end_f)
     minus = _settled(-eta * tl.exp2((before_c - rc) + (before_f - rf)), i)
-
-    # dP, and Diag(eta) dA without exp(u_{i-1} - r_i), which Y has already
-    y = _solved(rounded, rest, y, SOLVED, OPERAND, PRECISION)
-    found = (minus[:, None] * y).to(OPERAND)
-    gained = tl.zeros([C], tl.float32)
-    for begin in range(0, V, BV):
-        columns = begin + tl.arange(0, BV)
-        if V > BV:
-            residual = load_rows(z_at, here, columns, V)
-            y = _solved(rounded, rest, load_rows(y_at, here, columns, V), SOLVED, OPERAND, PRECISION)
-        gained += tl.sum(y * residual.to(tl.float32), 1)
-        store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
-    gained = _settled(gained, i)
-    scores = tl.zeros([C, C], tl.float32)
-    for begin in range(0, V, BV):
-        columns = begin + tl.arange(0, BV)
-        if V > BV:
-            given = load_rows(given_at, here, columns, V).to(OPERAND)
-            residual = load_rows(z_at, here, columns, V)
-        scores = tl.dot(given, tl.trans(residual), scores, input_precision=PRECISION)
-    decay = _pairwise(_settled(rc, i)[:, None], rf[:, None], uc[None, :], uf[None, :], i[:, None] >= i[None, :] + LAG)
-    scores_left = (scores * decay).to(OPERAND)
-    if LAG == 0:
-        decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
-    system = tl.zeros([C, C], tl.float32)
-    for begin in range(0, V, BV):
-        columns = begin + tl.arange(0, BV)
-        if V > BV:
-            residual = load_rows(z_at, here, columns, V)
-            y = _solved(rounded, rest, load_rows(y_at, here, columns, V), SOLVED, OPERAND, PRECISION)
-            found = (minus[:, None] * y).to(OPERAND)
-        system = tl.dot(found, tl.trans(residual), system, input_precision=PRECISION)
-    system *= decay
-    gram = tl.zeros([C, C], tl.float32)
-    for begin in range(0, K, BK):
-        if K > BK:
-            x = load_rows(x_at, there, begin + tl.arange(0, BK), K).to(OPERAND)
-        gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
-    owed = _settled(tl.sum(system * gram, 1), i)
-    system_left = system.to(OPERAND)
-
-    read = tl.zeros([C], tl.float32)
-    for beginning in range(0, K, BK):
-        kk = beginning + tl.arange(0, BK)
-        if K > BK:
-            x = load_rows(x_at, there, kk, K).to(OPERAND)
-        q_again = load_rows_again(q_at, here, kk, K)
-        dq = tl.zeros([C, BK], tl.float32)
-        for begin in range(0, V, BV):
-            columns = begin + tl.arange(0, BV)
-            if V > BV:
-                given = load_rows(given_at, here, columns, V).to(OPERAND)
-            if V > BV or K > BK:
-                s = _load_state(states, columns, kk, V, K)
-            dq = tl.dot(given, s, dq, input_precision=PRECISION)
-        dq = tl.dot(scores_left, x, dq * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
-        store_rows(_rows(grad_q, low + start, head, heads, i, K), dq, here, kk, K)
-        read += tl.sum(q_again.to(tl.float32) * dq, 1)
-    read = _settled(read, i)
-
-    scores = tl.zeros([C, C], tl.float32)
-    for begin in range(0, V, BV):
-        columns = begin + tl.arange(0, BV)
-        if V > BV:
-            given = load_rows(given_at, here, columns, V).to(OPERAND)
-            residual = load_rows(z_at, here, columns, V)
-        scores = tl.dot(residual, tl.trans(given), scores, input_precision=PRECISION)
-    decay = _pairwise(rc[None, :], rf[None, :], _settled(uc, i)[:, None], uf[:, None], i[None, :] >= i[:, None] + LAG)
-    scores_turned = (scores * decay).to(OPERAND)
-    if LAG == 0:
-        decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
-    system = tl.zeros([C, C], tl.float32)
-    for begin in range(0, V, BV):
-        columns = begin + tl.arange(0, BV)
-        if V > BV:
-            residual = load_rows(z_at, here, columns, V)
-            y = _solved(rounded, rest, load_rows(y_at, here, columns, V), SOLVED, OPERAND, PRECISION)
-            found = (minus[:, None] * y).to(OPERAND)
-        system = tl.dot(residual, tl.trans(found), system, input_precision=PRECISION)
-    system *= decay
-    written = _settled(tl.sum(system * gram, 1), i)
-    system_turned = system.to(OPERAND)
-
     into = _x_rows(grad_k, grad_previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
-    if V > BV or K > BK:
-        kept = 0.0
-    dx = tl.zeros([C, BK], tl.float32)
-    x_again = load_rows_again(x_at, there, tl.arange(0, BK), K)
-    for beginning in range(0, K, BK):
-        kk = beginning + tl.arange(0, BK)
-        if K > BK:
-            x = load_rows(x_at, there, kk, K).to(OPERAND)
-            queries = load_rows(q_at, here, kk, K).to(OPERAND)
-        x_again = load_rows_again(x_at, there, kk, K)
-
-        dx = tl.zeros([C, BK], tl.float32)
+    read, gram, dx = tl.zeros([C], tl.float32), tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
+    if V > BV:
+        given_at = _tile_at(grad_output, low + start, head, heads, i, V)
+        y_at = _tile_at(y_or_dz, low + start, head, heads, i, V)
+        z_at = _tile_at(z, low + start, head, heads, i, V)
+        rounded, rest = eta, eta
+        if not SOLVED:
+            rounded, rest = _halves_of(inverse, program, i, C, OPERAND)
+        scores, system, scores_turned, system_turned, gained = gram, gram, gram, gram, read
         for begin in range(0, V, BV):
             columns = begin + tl.arange(0, BV)
-            if V > BV:
-                y = _solved(rounded, rest, load_rows(y_at, here, columns, V), SOLVED, OPERAND, PRECISION)
-                found = (minus[:, None] * y).to(OPERAND)
-            if V > BV or K > BK:
-                s = _load_state(states, columns, kk, V, K)
-            dx = tl.dot(found, s, dx, input_precision=PRECISION)
-        dx *= tl.exp2(rc + rf)[:, None]
-        owed = _settled(owed + tl.sum(x_again.to(tl.float32) * dx, 1), i)
-        dx = tl.dot(system_left, x, dx, input_precision=PRECISION)
+            given = load_tile(given_at, here, columns, V).to(OPERAND)
+            residual = load_tile(z_at, here, columns, V)
+            y = _solved(rounded, rest, load_tile(y_at, here, columns, V), SOLVED, OPERAND, PRECISION)
+            found = y.to(OPERAND)
+            if not SOLVED:
+                store_tile(y_at, found, here, columns, V)
+            gained += tl.sum(y * residual.to(tl.float32), 1)
+            store_tile(_tile_at(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
+            scores = tl.dot(given, tl.trans(residual), scores, input_precision=PRECISION)
+            system = tl.dot(found, tl.trans(residual), system, input_precision=PRECISION)
+            scores_turned = tl.dot(residual, tl.trans(given), scores_turned, input_precision=PRECISION)
+            system_turned = tl.dot(residual, tl.trans(found), system_turned, input_precision=PRECISION)
+        for begin in range(0, K, BK):
+            x = load_rows(x_at, there, begin + tl.arange(0, BK), K).to(OPERAND)
+            gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
+        seen, later = i[:, None] >= i[None, :] + LAG, i[:, None] > i[None, :]
+        decay = _pairwise(_settled(rc, i)[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
+        scores_left = (scores * decay).to(OPERAND)
+        system *= tl.where(later, decay, 0.0) * minus[:, None]
+        owed = tl.sum(system * gram, 1)
+        system_left = system.to(OPERAND)
+        seen, later = i[None, :] >= i[:, None] + LAG, i[None, :] > i[:, None]
+        decay = _pairwise(rc[None, :], rf[None, :], _settled(uc, i)[:, None], uf[:, None], seen)
+        scores_right = (scores_turned * decay).to(OPERAND)
+        system_turned *= tl.where(later, decay, 0.0) * minus[None, :]
+        written = tl.sum(system_turned * gram, 1)
+        system_right = system_turned.to(OPERAND)
+        tl.debug_barrier()  # Y has been stored
 
-        left = tl.zeros([C, BK], tl.float32)
-        for begin in range(0, V, BV):
-            columns = begin + tl.arange(0, BV)
-            if V > BV:
-                residual = load_rows(z_at, here, columns, V)
-            if V > BV or K > BK:
+        kept, both = 0.0, tl.zeros([BV, BK // 8], tl.float32)
+        none = dx
+        for beginning in range(0, K, BK):
+            kk = beginning + tl.arange(0, BK)
+            dq, dx, left = none, none, none
+            for begin in range(0, V, BV):
+                columns = begin + tl.arange(0, BV)
+                given = load_tile(given_at, here, columns, V).to(OPERAND)
+                found = load_tile(y_at, here, columns, V).to(OPERAND)
+                residual = load_tile(z_at, here, columns, V)
                 s = _load_state(states, columns, kk, V, K)
                 g = _load_state(grad_states, columns, kk, V, K)
-                kept += _product(s, g) * tl.exp2(end_c + end_f)
-            left = tl.dot(residual, g, left, input_precision=PRECISION)
-        left *= tl.exp2((end_c - uc) + (end_f - uf))[:, None]
-        kept += _product(x_again, left)
-        left = tl.dot(scores_turned, queries, left, input_precision=PRECISION)
-        written = _settled(written + tl.sum(x_again.to(tl.float32) * left, 1), i)
-        dx = tl.dot(system_turned, x, left + dx, input_precision=PRECISION)
-        if K > BK:  # until what the energy asks for is known
+                both += tl.sum(tl.reshape(s.to(tl.float32) * g.to(tl.float32), (BV, BK // 8, 8)), 2)
+                dq = tl.dot(given, s, dq, input_precision=PRECISION)
+                dx = tl.dot(found, s, dx, input_precision=PRECISION)
+                left = tl.dot(residual, g, left, input_precision=PRECISION)
+            x = load_rows(x_at, there, kk, K).to(OPERAND)
+            queries = load_rows(q_at, here, kk, K).to(OPERAND)
+            dq = tl.dot(scores_left, x, dq * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
+            store_rows(_rows(grad_q, low + start, head, heads, i, K), dq, here, kk, K)
+            read += tl.sum(queries.to(tl.float32) * dq, 1)
+            dx *= (minus * tl.exp2(rc + rf))[:, None]
+            owed += tl.sum(x.to(tl.float32) * dx, 1)
+            dx = tl.dot(system_left, x, dx, input_precision=PRECISION)
+            left *= tl.exp2((end_c - uc) + (end_f - uf))[:, None]
+            kept += _product(x, left)
+            left = tl.dot(scores_right, queries, left, input_precision=PRECISION)
+            written += tl.sum(x.to(tl.float32) * left, 1)
+            dx = tl.dot(system_right, x, left + dx, input_precision=PRECISION)
             store_rows(into, dx, there, kk, K)
-        if SHIFT:  # the last key is a write feature of the next call, through the state
-            last = grad_k + ((low + count - 1) * heads + head) * K
+        kept += tl.sum(both) * tl.exp2(end_c + end_f)
+    else:
+        given = load_rows(given_at, here, columns, V).to(OPERAND)
+        residual = load_rows(z_at, here, columns, V)
+        s = _load_state(states, columns, kk, V, K)
+        x = load_rows(x_at, there, kk, K).to(OPERAND)
+        queries = load_rows(q_at, here, kk, K).to(OPERAND)
+        g = _load_state(grad_states, columns, kk, V, K)
+        y = load_rows(y_at, here, columns, V)  # last: it goes through shared memory first, and others would wait
+        rounded, rest = y, y
+        if not SOLVED:
+            rounded, rest = _halves_of(inverse, program, i, C, OPERAND)
+        kept = _product(s, g) * tl.exp2(end_c + end_f)
+
+        # dP, and Diag(eta) dA without exp(u_{i-1} - r_i), which Y has already
+        y = _solved(rounded, rest, y, SOLVED, OPERAND, PRECISION)
+        found = (minus[:, None] * y).to(OPERAND)
+        gained = _settled(tl.sum(y * residual.to(tl.float32), 1), i)
+        store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
+        scores = tl.dot(given, tl.trans(residual), input_precision=PRECISION)
+        seen = i[:, None] >= i[None, :] + LAG
+        decay = _pairwise(_settled(rc, i)[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
+        scores_left = (scores * decay).to(OPERAND)
+        if LAG == 0:
+            decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
+        system = tl.dot(found, tl.trans(residual), input_precision=PRECISION) * decay
+        for begin in range(0, K, BK):
+            if K > BK:
+                x = load_rows(x_at, there, begin + tl.arange(0, BK), K).to(OPERAND)
+            gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
+        owed = _settled(tl.sum(system * gram, 1), i)
+        system_left = system.to(OPERAND)
+
+        for beginning in range(0, K, BK):
+            kk = beginning + tl.arange(0, BK)
+            if K > BK:
+                x = load_rows(x_at, there, kk, K).to(OPERAND)
+                s = _load_state(states, columns, kk, V, K)
+            q_again = load_rows_again(q_at, here, kk, K)
+            dq = tl.dot(given, s, input_precision=PRECISION) * tl.exp2(rc + rf)[:, None]
+            dq = tl.dot(scores_left, x, dq, input_precision=PRECISION)
+            store_rows(_rows(grad_q, low + start, head, heads, i, K), dq, here, kk, K)
+            read += tl.sum(q_again.to(tl.float32) * dq, 1)
+        read = _settled(read, i)
+
+        scores = tl.dot(residual, tl.trans(given), input_precision=PRECISION)
+        seen = i[None, :] >= i[:, None] + LAG
+        decay = _pairwise(rc[None, :], rf[None, :], _settled(uc, i)[:, None], uf[:, None], seen)
+        scores_right = (scores * decay).to(OPERAND)
+        if LAG == 0:
+            decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
+        system = tl.dot(residual, tl.trans(found), input_precision=PRECISION) * decay
+        written = _settled(tl.sum(system * gram, 1), i)
+        system_right = system.to(OPERAND)
+
+        if K > BK:
+            kept = 0.0
+        x_again = load_rows_again(x_at, there, tl.arange(0, BK), K)
+        for beginning in range(0, K, BK):
+            kk = beginning + tl.arange(0, BK)
+            if K > BK:
+                x = load_rows(x_at, there, kk, K).to(OPERAND)
+                queries = load_rows(q_at, here, kk, K).to(OPERAND)
+                s = _load_state(states, columns, kk, V, K)
+            x_again = load_rows_again(x_at, there, kk, K)
+            dx = tl.dot(found, s, input_precision=PRECISION) * tl.exp2(rc + rf)[:, None]
+            owed = _settled(owed + tl.sum(x_again.to(tl.float32) * dx, 1), i)
+            dx = tl.dot(system_left, x, dx, input_precision=PRECISION)
+
+            if K > BK:
+                g = _load_state(grad_states, columns, kk, V, K)
+                kept += _product(s, g) * tl.exp2(end_c + end_f)
+            left = tl.dot(residual, g, input_precision=PRECISION)
+            left *= tl.exp2((end_c - uc) + (end_f - uf))[:, None]
+            kept += _product(x_again, left)
+            left = tl.dot(scores_right, queries, left, input_precision=PRECISION)
+            written = _settled(written + tl.sum(x_again.to(tl.float32) * left, 1), i)
+            dx = tl.dot(system_right, x, left + dx, input_precision=PRECISION)
+            if K > BK:  # until what the energy asks for is known
+                store_rows(into, dx, there, kk, K)
+    if SHIFT:  # the last key is a write feature of the next call, through the state
+        last = grad_k + ((low + count - 1) * heads + head) * K
+        for beginning in range(0, K, BK):
+            kk = beginning + tl.arange(0, BK)
             tl.store(last + kk, tl.zeros([BK], grad_k.dtype.element_ty), mask=(kk < K) & (start + C >= count))
 
     # Cotangents: of u_C `kept`, of u_t -`written`, of u_{t-1} `owed`, `read` of the one that is read. A step's decay is
@@ -951,7 +974,7 @@ def _gradients(
     tl.store(grad_gain + row, of_gain, mask=here)
     if RIDGE > 0:
         tl.store(grad_ridge + row, of_ridge, mask=here)
-    if K > BK:
+    if V > BV or K > BK:
         tl.debug_barrier()
         for beginning in range(0, K, BK):
             kk = beginning + tl.arange(0, BK)
