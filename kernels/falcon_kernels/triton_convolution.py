@@ -33,6 +33,15 @@ NUMBERS = ["length", "heads", "blocks", "steps"]  # no recompilation when these 
 
 
 @triton.jit
+def silu(x):
+    """x sigmoid(x) and its derivative. 1 / (1 + exp(-x)) is written as exp2 and rsqrt, which are an instruction each."""
+    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    sigmoid = root * root
+    s = x * sigmoid
+    return s, sigmoid + s * (1.0 - sigmoid)
+
+
+@triton.jit
 def _weights(weight, head, columns, K: tl.constexpr, TAPS: tl.constexpr):
     """Of a head's channels, a tuple of [BK] with that of the oldest token first."""
     found = ()
@@ -73,12 +82,11 @@ def _seen(window, age, place, length, TAPS: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def _activation(seen, weights, TAPS: tl.constexpr):
-    """[R, BK] SiLU of the convolution, and the sigmoid in it."""
+    """[R, BK] SiLU of the convolution, and its derivative."""
     u = seen[TAPS - 1] * weights[TAPS - 1][None, :]
     for back in tl.static_range(1, TAPS):
         u += seen[TAPS - 1 - back] * weights[TAPS - 1 - back][None, :]
-    sigmoid = 1.0 / (1.0 + tl.exp(-u))
-    return u * sigmoid, sigmoid
+    return silu(u)
 
 
 @triton.jit
@@ -154,14 +162,14 @@ def _backward(
         ahead = _inputs(x, place + 1, length, columns, stride, K)
         grad_ahead = _inputs(grad_y, place + 1, length, columns, heads * K, K)
         seen, index = _seen(window, age, place, length, TAPS, PACKED)
-        s, sigmoid = _activation(seen, weights, TAPS)
+        s, slope = _activation(seen, weights, TAPS)
         if NORM:
             r = factor(s, K, MEAN, EPSILON)
             along = r * r * r * tl.sum(s * dy, 1)
             if MEAN:
                 along = along * (1.0 / K)
             dy = r[:, None] * dy - along[:, None] * s
-        du = dy * (sigmoid + s * (1.0 - sigmoid))
+        du = dy * slope
         own = tl.where(step < steps, du, 0.0)  # the tokens after a walk are another's
         added = ()
         reached = ()

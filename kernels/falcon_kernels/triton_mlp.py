@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launcher import Launcher, are_aligned
+from .triton_convolution import silu
 from .triton_layout import NAMESPACE
 from .triton_op import Op
 
@@ -28,7 +29,8 @@ def _forward(x, y, product, numbers, BLOCK: tl.constexpr):
     there = place < numbers
     a = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
     b = tl.load(y + place, mask=there, other=0.0).to(tl.float32)
-    tl.store(product + place, (a / (1.0 + tl.exp(-a)) * b).to(product.dtype.element_ty), mask=there)
+    opened, _ = silu(a)
+    tl.store(product + place, (opened * b).to(product.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -38,9 +40,8 @@ def _backward(x, y, grad_product, grad_x, grad_y, product, numbers, BLOCK: tl.co
     a = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
     b = tl.load(y + place, mask=there, other=0.0).to(tl.float32)
     dp = tl.load(grad_product + place, mask=there, other=0.0).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-a))
-    opened = a * sigmoid
-    tl.store(grad_x + place, (dp * b * (sigmoid + opened * (1.0 - sigmoid))).to(grad_x.dtype.element_ty), mask=there)
+    opened, slope = silu(a)
+    tl.store(grad_x + place, (dp * b * slope).to(grad_x.dtype.element_ty), mask=there)
     tl.store(grad_y + place, (dp * opened).to(grad_y.dtype.element_ty), mask=there)
     tl.store(product + place, (opened * b).to(product.dtype.element_ty), mask=there)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from . import launch, triton_device
 from .launcher import Launcher, are_aligned, dtypes_of
-from .triton_convolution import LARGEST_WIDTH, factor
+from .triton_convolution import LARGEST_WIDTH, factor, silu
 from .triton_layout import NAMESPACE, is_plain, load_rows, store_rows
 from .triton_op import Op
 
@@ -36,10 +36,7 @@ from .triton_op import Op
 @triton.jit
 def _gate(gate, row, there, columns, K: tl.constexpr):
     """[R, BK] SiLU of the gate, and its derivative."""
-    g = load_rows(gate + row * K, there, columns, K).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-g))
-    opened = g * sigmoid
-    return opened, sigmoid + opened * (1.0 - sigmoid)
+    return silu(load_rows(gate + row * K, there, columns, K).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
