@@ -161,5 +161,6 @@ def test_elementwise_kernels_take_sixteen_bytes_at_a_time():
     widths = [tuple(line.split()) for line in printed.splitlines()]
     assert widths[:4] == [("mlp", way, bits) for bits in ("128", "16") for way in ("_forward", "_backward")]
     assert len(widths) == 10
-    for kernel, way, *bits in widths[4:]:
-        assert min(map(int, bits)) >= 32, f"{kernel} {way}"
+    for kernel, way, *bits in widths[4:]:  # weights and sums for their gradients are float32, and few
+        assert "128" in bits, f"{kernel} {way}"
+        assert set(bits) <= {"32", "128"}, f"{kernel} {way}"
