@@ -53,33 +53,33 @@ def _weights(weight, head, columns, K: tl.constexpr, TAPS: tl.constexpr):
 
 
 @triton.jit
-def _before(x, begin, walk, left, columns, stride, K: tl.constexpr, TAPS: tl.constexpr):
-    """Inputs of the TAPS tokens before each walk, without the oldest, which no later token sees: a tuple."""
-    found = (tl.zeros([walk.shape[0], columns.shape[0]], tl.float32),)
-    for i in tl.static_range(1, TAPS):
-        step = i - TAPS
-        there = (begin + walk + step >= 0) & (step < left)
-        found += (load_tile((x + step * stride, walk * stride), there, columns, K).to(tl.float32),)
-    return found
-
-
-@triton.jit
 def _index(age, place, there, PACKED: tl.constexpr):
     """[R] indices of the tokens `place` in their documents."""
     return tl.load(age + place, mask=there, other=0).to(tl.int32) if PACKED else place
 
 
 @triton.jit
-def _seen(window, index, TAPS: tl.constexpr, PACKED: tl.constexpr):
-    """The inputs `window` as tokens with the indices `index` [R] see them."""
-    if PACKED:
-        found = ()
-        for i in tl.static_range(TAPS - 1):
-            found += (tl.where((index >= TAPS - 1 - i)[:, None], window[i], 0.0),)
-        found += (window[TAPS - 1],)
-        return found
-    else:
-        return window
+def _before(x, age, begin, walk, left, columns, stride, K: tl.constexpr, TAPS: tl.constexpr, PACKED: tl.constexpr):
+    """Inputs of the TAPS tokens before each walk, without the oldest, which no later token sees, as the walk's first
+    token sees them: a tuple."""
+    place = begin + walk
+    index = _index(age, place, left > 0, PACKED)
+    found = (tl.zeros([walk.shape[0], columns.shape[0]], tl.float32),)
+    for i in tl.static_range(1, TAPS):
+        back = TAPS - i
+        there = (place >= back) & (index >= back) & (left > -back)
+        found += (load_tile((x - back * stride, walk * stride), there, columns, K).to(tl.float32),)
+    return found
+
+
+@triton.jit
+def _seen(window, inputs, index, TAPS: tl.constexpr, PACKED: tl.constexpr):
+    """The inputs that tokens see, theirs last, of what those before them saw; `index` [R] in their documents."""
+    found = ()
+    for i in tl.static_range(1, TAPS):
+        found += (tl.where((index > 0)[:, None], window[i], 0.0) if PACKED else window[i],)
+    found += (inputs.to(tl.float32),)
+    return found
 
 
 @triton.jit
@@ -123,15 +123,14 @@ def _forward(
     width = heads * K
     x += row * batch_stride + begin * stride + head * K
     y += (row * length + begin) * width + head * K
-    window = _before(x, begin, walk, left, columns, stride, K, TAPS)
+    window = _before(x, age, begin, walk, left, columns, stride, K, TAPS, PACKED)
     for start in tl.range(0, steps, UNROLLED, num_stages=2):
         for turn in tl.static_range(UNROLLED):
             step = start + turn
             there = step < left
-            window = window[1:]
-            window += (load_tile((x + step * stride, walk * stride), there, columns, K).to(tl.float32),)
-            seen = _seen(window, _index(age, begin + walk + step, there, PACKED), TAPS, PACKED)
-            s, _ = _activation(seen, weights, TAPS)
+            inputs = load_tile((x + step * stride, walk * stride), there, columns, K)
+            window = _seen(window, inputs, _index(age, begin + walk + step, there, PACKED), TAPS, PACKED)
+            s, _ = _activation(window, weights, TAPS)
             if NORM:
                 s *= factor(s, K, MEAN, EPSILON)[:, None]
             store_tile((y + step * width, walk * width), s, there, columns, K)
@@ -158,11 +157,9 @@ def _step_back(
     add to that are a walk's OWN."""
     window, pending, sums = state
     inputs, gradients, index = read
-    window = window[1:]
-    window += (inputs.to(tl.float32),)
-    seen = _seen(window, index, TAPS, PACKED)
+    window = _seen(window, inputs, index, TAPS, PACKED)
     dy = gradients.to(tl.float32)
-    s, slope = _activation(seen, weights, TAPS)
+    s, slope = _activation(window, weights, TAPS)
     if NORM:
         r = factor(s, K, MEAN, EPSILON)
         along = r * r * r * tl.sum(s * dy, 1)
@@ -173,7 +170,7 @@ def _step_back(
     added = ()
     reached = ()
     for i in tl.static_range(TAPS):
-        added += (sums[i] + du * seen[i] if OWN else sums[i],)
+        added += (sums[i] + du * window[i] if OWN else sums[i],)
         share = du * weights[i][None, :]
         if PACKED and i < TAPS - 1:
             share = tl.where((index >= TAPS - 1 - i)[:, None], share, 0.0)
@@ -202,7 +199,7 @@ def _backward(
     zeros = ()  # input gradients of the last TAPS tokens; weight gradients
     for _ in tl.static_range(TAPS):
         zeros += (tl.zeros([R, BK], tl.float32),)
-    state = _before(x, begin, walk, left, columns, stride, K, TAPS), zeros, zeros
+    state = _before(x, age, begin, walk, left, columns, stride, K, TAPS, PACKED), zeros, zeros
     for start in tl.range(0, steps, UNROLLED, num_stages=2):
         for turn in tl.static_range(UNROLLED):
             step = start + turn
