@@ -30,7 +30,8 @@ SHAPES = {  # batch, length, heads, width
 }
 TAPS = 4
 MOST_ERROR = 1e-2  # relative, of bfloat16 results beside the plain operations in float32
-TILES, STEPS, WARPS = (512, 1024, 2048), (8, 16, 32, 64, 128), (2, 4, 8)
+TILES, STEPS, WARPS = (128, 256, 512, 1024), (8, 16, 32, 64, 128), (1, 2, 4)
+REGISTERS = {4: (None, 112), 8: (None, 80, 168), 16: (None,)}  # by numbers of a thread
 
 
 def leaves(shape: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,9 +95,9 @@ def tune(name: str) -> None:
     shipped = launch.CONVOLUTION[2]
     for place, kernel in enumerate(("_forward", "_backward")):
         times = {}
-        for config in (shipped[place], *(launch.Walk(*options) for options in product(TILES, STEPS, WARPS))):
-            if config in times or not 2 <= config.tile // (32 * config.warps) <= 16:
-                continue
+        sizes = product(TILES, STEPS, WARPS)
+        others = (launch.Walk(*s, r) for s in sizes for r in REGISTERS.get(s[0] // (32 * s[2]), ()))
+        for config in dict.fromkeys((shipped[place], *others)):
             launch.CONVOLUTION[2] = (*shipped[:place], config, *shipped[place + 1 :])
             triton_convolution.plan_of.cache_clear()
             if (off := worst_error(x, weight, shape[-1])) > MOST_ERROR:

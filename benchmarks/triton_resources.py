@@ -192,7 +192,8 @@ def around(dtype: torch.dtype, head_dim: int):
     for what, plan in plans:
         for name, launcher in ((what, plan.forward), (f"{what} back", plan.backward)):
             constants = dict(launcher.constants)
-            config = launch.Config(constants["R"] * constants["BK"], constants.pop("num_warps"), 3)
+            warps, registers = constants.pop("num_warps"), constants.pop("maxnreg", None)
+            config = launch.Config(constants["R"] * constants["BK"], warps, 3, registers=registers)
             yield name, launcher.kernel, config, constants
 
 

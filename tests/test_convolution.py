@@ -22,8 +22,8 @@ NORMS = ("none", "rms", "l2")
 
 @pytest.fixture
 def short_walks(monkeypatch):
-    """Programs of two walks of three tokens and of one of four, so that few tokens have many of them."""
-    small = (launch.Walk(32, 3, 1), launch.Walk(16, 4, 1))
+    """Programs of two walks of four tokens and of one, so that few tokens have many of them."""
+    small = (launch.Walk(32, 4, 1), launch.Walk(16, 4, 1))
     monkeypatch.setattr(launch, "CONVOLUTION", {2: small, 4: small})
     triton_convolution.plan_of.cache_clear()
     yield

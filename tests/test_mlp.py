@@ -1,5 +1,7 @@
 """SiLU(x) * y and its projection beside the definition in float64; kernels in their interpreter."""
 
+from pathlib import Path
+
 import falcon_kernels.mlp as mlp
 import interpreter
 import pytest
@@ -149,3 +151,16 @@ def test_training_and_evaluation_are_the_same_bits(dtype):
     trained = model(ids).logits
     with torch.no_grad():
         assert torch.equal(model(ids).logits, trained)
+
+
+def test_elementwise_kernels_take_sixteen_bytes_at_a_time():
+    """Compiled for a GPU as they are launched; numbers that are no multiple of 16 go one by one."""
+    from test_triton_step import without_interpreter
+
+    printed = without_interpreter(str(Path(__file__).parent / "access_widths.py"))
+    widths = [tuple(line.split()) for line in printed.splitlines()]
+    assert widths[:4] == [("mlp", way, bits) for bits in ("128", "16") for way in ("_forward", "_backward")]
+    assert len(widths) == 10
+    for kernel, way, *bits in widths[4:]:  # weights and sums for their gradients are float32, and few
+        assert "128" in bits, f"{kernel} {way}"
+        assert set(bits) <= {"32", "128"}, f"{kernel} {way}"

@@ -212,9 +212,16 @@ class Walk(NamedTuple):
     tile: int  # numbers at a time: rows x channels, these made up to a power of two
     steps: int  # tiles at most
     warps: int
+    registers: int | None = None  # as in Config
+
+    def options(self) -> dict[str, int]:
+        """As Triton takes them."""
+        found = {"num_warps": self.warps}
+        return found if self.registers is None else found | {"maxnreg": self.registers}
 
 
-CONVOLUTION = {2: (Walk(1024, 8, 2), Walk(512, 32, 4)), 4: (Walk(512, 32, 4),) * 2}  # by bytes: forward, backward
+# By bytes: forward, backward; the registers let 25 and 12 programs run on a multiprocessor at a time.
+CONVOLUTION = {2: (Walk(256, 32, 1, 80), Walk(256, 64, 1, 168)), 4: (Walk(512, 32, 4),) * 2}
 NORM = {2: (Walk(1024, 4, 4), Walk(1024, 16, 4)), 4: (Walk(512, 4, 4), Walk(512, 16, 4))}
 SUM_TILE, WIDEST_SUM = 1024, 8192  # numbers at a time of sums with their norm, or else one row, of at most so many
 

@@ -1,11 +1,12 @@
 """`falcon_kernels::short_convolution` and its backward: causal convolution, SiLU and norm of each head in one pass.
 
 A program walks along tokens of one head: its tile is [R, K], R walks of `steps` tokens side by side, one after another
-in the sequence. A step takes one token of each walk, loaded a step ahead. The last TAPS inputs of a walk stay in
-registers, so that an input is read once, but for the TAPS - 1 before each walk. The backward computes the forward again
-and walks TAPS - 1 tokens further, as an input's gradient is complete once that many tokens after it are read. Weight
-gradients are summed along walks, then over the walks of a program, then over programs by one reduction: the same bits
-at every run.
+in the sequence. A step takes one token of each walk; `UNROLLED` steps are written out, while as many tokens after them
+are copied into shared memory. The last TAPS inputs of a walk stay in registers, so that an input is read once, but for
+the TAPS - 1 before each walk. The backward computes the forward again and walks TAPS - 1 tokens further, as an input's
+gradient is complete once that many tokens after it are read. Weight gradients are summed along walks, then over the
+walks of a program, then over programs by one reduction: the same bits at every run. A program has one warp, in which
+nothing that a step sums over a head waits for another.
 
 With u the convolution, s = u sigmoid(u), and y = r s where r = (mean or sum of s^2, + epsilon)^(-1/2), or r = 1:
 
@@ -24,12 +25,21 @@ from torch import Tensor
 
 from . import launch, triton_device
 from .launcher import Launcher, are_aligned, dtypes_of
-from .triton_layout import NAMESPACE, load_rows, store_rows
+from .triton_layout import NAMESPACE, load_tile, store_tile
 from .triton_op import Op
 
 LARGEST_WIDTH, MOST_TAPS = 256, 8
-FEWEST_STEPS = 8  # of a walk, where it is cut shorter to fill the card
+FEWEST_STEPS, WARPS = 8, 8  # of a walk, where it is cut shorter so that a multiprocessor has so many warps
 NUMBERS = ["length", "heads", "blocks", "steps"]  # no recompilation when these change
+
+
+@triton.jit
+def silu(x):
+    """x sigmoid(x) and its derivative; exp2 and rsqrt are one instruction each, exp and a division more."""
+    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    sigmoid = root * root
+    s = x * sigmoid
+    return s, sigmoid + s * (1.0 - sigmoid)
 
 
 @triton.jit
@@ -43,42 +53,42 @@ def _weights(weight, head, columns, K: tl.constexpr, TAPS: tl.constexpr):
 
 
 @triton.jit
-def _inputs(x, place, length, columns, stride, K: tl.constexpr):
-    """[R, BK] inputs of the tokens `place` [R], 0 past both ends."""
-    return load_rows(x + place * stride, (place >= 0) & (place < length), columns, K)
+def _index(age, place, there, PACKED: tl.constexpr):
+    """[R] indices of the tokens `place` in their documents."""
+    return tl.load(age + place, mask=there, other=0).to(tl.int32) if PACKED else place
 
 
 @triton.jit
-def _before(x, place, length, columns, stride, K: tl.constexpr, TAPS: tl.constexpr):
-    """Inputs of the TAPS tokens before `place` [R], without the oldest, which no later token sees: a tuple."""
-    found = (tl.zeros([place.shape[0], columns.shape[0]], tl.float32),)
-    for back in tl.static_range(1, TAPS):
-        found += (_inputs(x, place - (TAPS - back), length, columns, stride, K).to(tl.float32),)
+def _before(x, age, begin, walk, left, columns, stride, K: tl.constexpr, TAPS: tl.constexpr, PACKED: tl.constexpr):
+    """Inputs of the TAPS tokens before each walk, without the oldest, which no later token sees, as the walk's first
+    token sees them: a tuple."""
+    place = begin + walk
+    index = _index(age, place, left > 0, PACKED)
+    found = (tl.zeros([walk.shape[0], columns.shape[0]], tl.float32),)
+    for i in tl.static_range(1, TAPS):
+        back = TAPS - i
+        there = (place >= back) & (index >= back) & (left > -back)
+        found += (load_tile((x - back * stride, walk * stride), there, columns, K).to(tl.float32),)
     return found
 
 
 @triton.jit
-def _seen(window, age, place, length, TAPS: tl.constexpr, PACKED: tl.constexpr):
-    """The inputs `window` as the tokens `place` [R] see them, and [R] the indices of these in their documents."""
-    if PACKED:
-        index = tl.load(age + place, mask=place < length, other=0).to(tl.int32)
-        found = ()
-        for i in tl.static_range(TAPS - 1):
-            found += (tl.where((index >= TAPS - 1 - i)[:, None], window[i], 0.0),)
-        found += (window[TAPS - 1],)
-        return found, index
-    else:
-        return window, place
+def _seen(window, inputs, index, TAPS: tl.constexpr, PACKED: tl.constexpr):
+    """The inputs that tokens see, theirs last, of what those before them saw; `index` [R] in their documents."""
+    found = ()
+    for i in tl.static_range(1, TAPS):
+        found += (tl.where((index > 0)[:, None], window[i], 0.0) if PACKED else window[i],)
+    found += (inputs.to(tl.float32),)
+    return found
 
 
 @triton.jit
 def _activation(seen, weights, TAPS: tl.constexpr):
-    """[R, BK] SiLU of the convolution, and the sigmoid in it."""
+    """[R, BK] SiLU of the convolution, and its derivative."""
     u = seen[TAPS - 1] * weights[TAPS - 1][None, :]
     for back in tl.static_range(1, TAPS):
         u += seen[TAPS - 1 - back] * weights[TAPS - 1 - back][None, :]
-    sigmoid = 1.0 / (1.0 + tl.exp(-u))
-    return u * sigmoid, sigmoid
+    return silu(u)
 
 
 @triton.jit
@@ -91,97 +101,125 @@ def factor(s, K: tl.constexpr, MEAN: tl.constexpr, EPSILON: tl.constexpr):
 
 
 @triton.jit
-def _walks(heads, blocks, steps, R: tl.constexpr):
-    """Row of the batch, head, and [R] the first tokens of the walks of this program, all int64."""
+def _walks(length, heads, blocks, steps, R: tl.constexpr):
+    """Row of the batch, head, and first token of this program; how far from this its walks [R] begin, all int64; and
+    how many tokens are left from there on."""
     program = tl.program_id(0).to(tl.int64)
     block = program // heads
-    first = (block % blocks) * (R * steps) + tl.arange(0, R) * steps
-    return block // blocks, program % heads, first
+    begin = (block % blocks) * (R * steps)
+    walk = tl.arange(0, R).to(tl.int64) * steps
+    return block // blocks, program % heads, begin, walk, (length - begin - walk).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _forward(
     x, weight, age, y, length, heads, blocks, steps, batch_stride, stride,
     K: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, TAPS: tl.constexpr, NORM: tl.constexpr, MEAN: tl.constexpr,
-    EPSILON: tl.constexpr, PACKED: tl.constexpr,
+    EPSILON: tl.constexpr, PACKED: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
-    row, head, first = _walks(heads, blocks, steps, R)
+    row, head, begin, walk, left = _walks(length, heads, blocks, steps, R)
     columns = tl.arange(0, BK)
     weights = _weights(weight, head, columns, K, TAPS)
-    x += row * batch_stride + head * K
-    y += (row * length * heads + head) * K
-    window = _before(x, first, length, columns, stride, K, TAPS)
-    ahead = _inputs(x, first, length, columns, stride, K)
-    for step in range(steps):
-        place = first + step
-        window = window[1:]
-        window += (ahead.to(tl.float32),)
-        ahead = _inputs(x, place + 1, length, columns, stride, K)
-        seen, _ = _seen(window, age, place, length, TAPS, PACKED)
-        s, _ = _activation(seen, weights, TAPS)
-        if NORM:
-            s *= factor(s, K, MEAN, EPSILON)[:, None]
-        store_rows(y + place * (heads * K), s, place < length, columns, K)
+    width = heads * K
+    x += row * batch_stride + begin * stride + head * K
+    y += (row * length + begin) * width + head * K
+    window = _before(x, age, begin, walk, left, columns, stride, K, TAPS, PACKED)
+    for start in tl.range(0, steps, UNROLLED, num_stages=2):
+        for turn in tl.static_range(UNROLLED):
+            step = start + turn
+            there = step < left
+            inputs = load_tile((x + step * stride, walk * stride), there, columns, K)
+            window = _seen(window, inputs, _index(age, begin + walk + step, there, PACKED), TAPS, PACKED)
+            s, _ = _activation(window, weights, TAPS)
+            if NORM:
+                s *= factor(s, K, MEAN, EPSILON)[:, None]
+            store_tile((y + step * width, walk * width), s, there, columns, K)
+
+
+@triton.jit
+def _read(
+    grad_y, x, age, step, begin, walk, left, columns, width, stride, K: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """Of a step, the inputs and the output's gradients, [R, BK], and the indices of their tokens."""
+    there = step < left
+    inputs = load_tile((x + step * stride, walk * stride), there, columns, K)
+    gradients = load_tile((grad_y + step * width, walk * width), there, columns, K)
+    return inputs, gradients, _index(age, begin + walk + step, there, PACKED)
+
+
+@triton.jit
+def _step_back(
+    grad_x, weights, state, read, step, walk, left, columns, width,
+    K: tl.constexpr, TAPS: tl.constexpr, NORM: tl.constexpr, MEAN: tl.constexpr, EPSILON: tl.constexpr,
+    PACKED: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """The state after a step: inputs and input gradients of the last TAPS tokens, and weight gradients, which tokens
+    add to that are a walk's OWN."""
+    window, pending, sums = state
+    inputs, gradients, index = read
+    window = _seen(window, inputs, index, TAPS, PACKED)
+    dy = gradients.to(tl.float32)
+    s, slope = _activation(window, weights, TAPS)
+    if NORM:
+        r = factor(s, K, MEAN, EPSILON)
+        along = r * r * r * tl.sum(s * dy, 1)
+        if MEAN:
+            along = along * (1.0 / K)
+        dy = r[:, None] * dy - along[:, None] * s
+    du = dy * slope
+    added = ()
+    reached = ()
+    for i in tl.static_range(TAPS):
+        added += (sums[i] + du * window[i] if OWN else sums[i],)
+        share = du * weights[i][None, :]
+        if PACKED and i < TAPS - 1:
+            share = tl.where((index >= TAPS - 1 - i)[:, None], share, 0.0)
+        if i < TAPS - 1:
+            share += pending[i + 1]
+        reached += (share,)
+    done = step - (TAPS - 1)
+    store_tile((grad_x + done * width, walk * width), reached[0], (done >= 0) & (done < left), columns, K)
+    return window, reached, added
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _backward(
     grad_y, x, weight, age, grad_x, grad_weight, length, heads, blocks, steps, batch_stride, stride,
     K: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, TAPS: tl.constexpr, NORM: tl.constexpr, MEAN: tl.constexpr,
-    EPSILON: tl.constexpr, PACKED: tl.constexpr,
+    EPSILON: tl.constexpr, PACKED: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
     """`grad_weight` [programs / heads, heads * K, TAPS] float32."""
-    row, head, first = _walks(heads, blocks, steps, R)
+    row, head, begin, walk, left = _walks(length, heads, blocks, steps, R)
     columns = tl.arange(0, BK)
     weights = _weights(weight, head, columns, K, TAPS)
-    x += row * batch_stride + head * K
-    grad_y += (row * length * heads + head) * K
-    grad_x += (row * length * heads + head) * K
-    window = _before(x, first, length, columns, stride, K, TAPS)
-    zero = tl.zeros([R, BK], tl.float32)
-    pending = ()  # input gradients of the last TAPS tokens
-    sums = ()  # weight gradients
+    width = heads * K
+    x += row * batch_stride + begin * stride + head * K
+    grad_y += (row * length + begin) * width + head * K
+    grad_x += (row * length + begin) * width + head * K
+    zeros = ()  # input gradients of the last TAPS tokens; weight gradients
     for _ in tl.static_range(TAPS):
-        pending += (zero,)
-        sums += (zero,)
-    ahead = _inputs(x, first, length, columns, stride, K)
-    grad_ahead = _inputs(grad_y, first, length, columns, heads * K, K)
-    for step in range(steps + TAPS - 1):
-        place = first + step
-        window = window[1:]
-        window += (ahead.to(tl.float32),)
-        dy = grad_ahead.to(tl.float32)
-        ahead = _inputs(x, place + 1, length, columns, stride, K)
-        grad_ahead = _inputs(grad_y, place + 1, length, columns, heads * K, K)
-        seen, index = _seen(window, age, place, length, TAPS, PACKED)
-        s, sigmoid = _activation(seen, weights, TAPS)
-        if NORM:
-            r = factor(s, K, MEAN, EPSILON)
-            along = r * r * r * tl.sum(s * dy, 1)
-            if MEAN:
-                along = along * (1.0 / K)
-            dy = r[:, None] * dy - along[:, None] * s
-        du = dy * (sigmoid + s * (1.0 - sigmoid))
-        own = tl.where(step < steps, du, 0.0)  # the tokens after a walk are another's
-        added = ()
-        reached = ()
-        for i in tl.static_range(TAPS):
-            added += (sums[i] + own * seen[i],)
-            share = du * weights[i][None, :]
-            if PACKED and i < TAPS - 1:
-                share = tl.where((index >= TAPS - 1 - i)[:, None], share, 0.0)
-            if i < TAPS - 1:
-                share += pending[i + 1]
-            reached += (share,)
-        sums = added
-        pending = reached
-        done = place - (TAPS - 1)
-        there = (step >= TAPS - 1) & (done < length)
-        store_rows(grad_x + done * (heads * K), pending[0], there, columns, K)
+        zeros += (tl.zeros([R, BK], tl.float32),)
+    state = _before(x, age, begin, walk, left, columns, stride, K, TAPS, PACKED), zeros, zeros
+    for start in tl.range(0, steps, UNROLLED, num_stages=2):
+        for turn in tl.static_range(UNROLLED):
+            step = start + turn
+            read = _read(grad_y, x, age, step, begin, walk, left, columns, width, stride, K, PACKED)
+            state = _step_back(
+                grad_x, weights, state, read, step, walk, left, columns, width,
+                K, TAPS, NORM, MEAN, EPSILON, PACKED, True,
+            )  # fmt: skip
+    after = ()
+    for i in tl.static_range(TAPS - 1):
+        after += (_read(grad_y, x, age, steps + i, begin, walk, left, columns, width, stride, K, PACKED),)
+    for i in tl.static_range(TAPS - 1):
+        state = _step_back(
+            grad_x, weights, state, after[i], steps + i, walk, left, columns, width,
+            K, TAPS, NORM, MEAN, EPSILON, PACKED, False,
+        )  # fmt: skip
     block = row * blocks + (tl.program_id(0) // heads) % blocks
     into = grad_weight + ((block * heads + head) * K + columns) * TAPS
     for i in tl.static_range(TAPS):
-        tl.store(into + i, tl.sum(sums[i], 0), mask=columns < K)
+        tl.store(into + i, tl.sum(state[2][i], 0), mask=columns < K)
 
 
 class Plan:
@@ -190,18 +228,23 @@ class Plan:
     def __init__(self, shape, strides, head_dim, taps, dtypes, device, packed, norm, epsilon, aligned):
         batch, length, channels = shape
         heads, tile = channels // head_dim, max(16, triton.next_power_of_2(head_dim))
+        unrolled = max(4, taps - 1)  # with fewer, Triton loads nothing ahead, as inputs are seen for longer
         constants = {
             "K": head_dim, "BK": tile, "TAPS": taps, "NORM": norm != 0, "MEAN": norm == 1, "EPSILON": epsilon,
-            "PACKED": packed,
+            "PACKED": packed, "UNROLLED": unrolled,
         }  # fmt: skip
         launchers, numbers = [], []
         for kernel, config in zip((_forward, _backward), launch.CONVOLUTION[dtypes[0].itemsize], strict=True):
             walks = max(1, config.tile // tile)
             steps = max(1, min(config.steps, -(-length // walks)))
-            while steps > FEWEST_STEPS and batch * heads * -(-length // (walks * steps)) < launch.card(device)[1]:
+            if taps > 4:  # a thread has as much for half as many numbers
+                config = config._replace(warps=2 * config.warps)
+            rows, warps = batch * heads * config.warps, WARPS * launch.card(device)[1]
+            while steps > FEWEST_STEPS and rows * -(-length // (walks * steps)) < warps:
                 steps //= 2
+            steps = -(-steps // unrolled) * unrolled
             blocks = -(-length // (walks * steps))
-            options = {"R": walks, "num_warps": config.warps}
+            options = {"R": walks} | config.options()
             launchers.append(Launcher(kernel, (batch * blocks * heads,), constants | options, aligned=aligned))
             numbers.append((length, heads, blocks, steps, *strides))
         self.forward, self.backward = launchers

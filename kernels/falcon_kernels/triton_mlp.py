@@ -4,8 +4,8 @@ With s = sigmoid(x) and dp = do W,
 
     dx = dp y (s + x s (1 - s)),      dy = dp x s,      dW = doᵀ p,
 
-where p is made again. A program takes `BLOCK` numbers. Floor a number: forward x, y and p; backward x, y, dp, dx, dy
-and p.
+where p is made again. A program takes `BLOCK` numbers, a thread 16 bytes of them at a time where Triton knows that all
+numbers are a multiple of 16. Floor a number: forward x, y and p; backward x, y, dp, dx, dy and p.
 """
 
 from functools import lru_cache
@@ -16,31 +16,32 @@ import triton.language as tl
 from torch import Tensor
 
 from .launcher import Launcher, are_aligned
+from .triton_convolution import silu
 from .triton_layout import NAMESPACE
 from .triton_op import Op
 
 BLOCK, WARPS = 1024, 4
 
 
-@triton.jit(do_not_specialize=["numbers"])
+@triton.jit
 def _forward(x, y, product, numbers, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < numbers
     a = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
     b = tl.load(y + place, mask=there, other=0.0).to(tl.float32)
-    tl.store(product + place, (a / (1.0 + tl.exp(-a)) * b).to(product.dtype.element_ty), mask=there)
+    opened, _ = silu(a)
+    tl.store(product + place, (opened * b).to(product.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["numbers"])
+@triton.jit
 def _backward(x, y, grad_product, grad_x, grad_y, product, numbers, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < numbers
     a = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
     b = tl.load(y + place, mask=there, other=0.0).to(tl.float32)
     dp = tl.load(grad_product + place, mask=there, other=0.0).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-a))
-    opened = a * sigmoid
-    tl.store(grad_x + place, (dp * b * (sigmoid + opened * (1.0 - sigmoid))).to(grad_x.dtype.element_ty), mask=there)
+    opened, slope = silu(a)
+    tl.store(grad_x + place, (dp * b * slope).to(grad_x.dtype.element_ty), mask=there)
     tl.store(grad_y + place, (dp * opened).to(grad_y.dtype.element_ty), mask=there)
     tl.store(product + place, (opened * b).to(product.dtype.element_ty), mask=there)
 

@@ -9,7 +9,8 @@ n = r x, r = (mean x^2 + epsilon)^(-1/2), and y = n w g sigmoid(g):
 Floor a row, in V numbers: forward x, y and the gate; backward x, dy, dx, the gate and its gradient.
 
 `add_norm` is s = x + h and y = n w over whole hidden states, n and r those of s, made again in the backward. A program
-takes a tile of R rows, or `steps` of them in the backward, so many that all programs run at a time. With dn = dy w:
+takes a tile of R rows, or in the backward `steps` of them, so many that all programs run at a time, each copied into
+shared memory a step ahead. With dn = dy w:
 
     dx = dh = ds + r (dn - n mean(n dn))      dw = sum dy n
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from . import launch, triton_device
 from .launcher import Launcher, are_aligned, dtypes_of
-from .triton_convolution import LARGEST_WIDTH, factor
+from .triton_convolution import LARGEST_WIDTH, factor, silu
 from .triton_layout import NAMESPACE, is_plain, load_rows, store_rows
 from .triton_op import Op
 
@@ -36,10 +37,7 @@ from .triton_op import Op
 @triton.jit
 def _gate(gate, row, there, columns, K: tl.constexpr):
     """[R, BK] SiLU of the gate, and its derivative."""
-    g = load_rows(gate + row * K, there, columns, K).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-g))
-    opened = g * sigmoid
-    return opened, sigmoid + opened * (1.0 - sigmoid)
+    return silu(load_rows(gate + row * K, there, columns, K).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
@@ -117,7 +115,7 @@ def add_backward(
     w = tl.load(weight + columns, mask=columns < K, other=0.0).to(tl.float32)
     first = tl.program_id(0).to(tl.int64) * (R * steps) + tl.arange(0, R)
     sums = tl.zeros([R, BK], tl.float32)
-    for step in range(steps):
+    for step in tl.range(0, steps, num_stages=2):
         row = first + step * R
         there = row < rows
         n = load_rows(total + row * K, there, columns, K).to(tl.float32)
