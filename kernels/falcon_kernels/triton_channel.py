@@ -568,17 +568,20 @@ def _channel_gradients(
     of_z = load_tile((grad_z + wide, below), there, channels, V).to(tl.float32)
     out = load_tile((grad_output + wide, below), there, channels, V).to(tl.float32)
     middle = load_all((u, (row // BLOCK * BLOCK + MIDDLE) * V), channels, V)
-    decays = load_all((u, row * V), channels, V)
+    decays = load_all((u, row * V), channels, V) - middle
     eta = step_of(beta, scaled, DIRECT, CAPPED)
     asked = eta * of_z
     written = y
     if RESIDUAL:
         written = load_tile((residuals + wide, below), there, channels, V).to(tl.float32)
-        earlier = tl.exp2(read_decays(u, row, 0, channels, 1, V) - middle)
-        store_tile((asking + wide, below), earlier * asked, there, channels, V)
-    store_tile((given + wide, below), tl.exp2(middle - decays) * eta * written, there, channels, V)
-    decays = read_decays(u, row, 0, channels, LAG, V)
-    store_tile((reading + wide, below), tl.exp2(decays - middle) * out, there, channels, V)
+    store_tile((given + wide, below), tl.exp2(-decays) * eta * written, there, channels, V)
+    if RESIDUAL or LAG > 0:
+        earlier = read_decays(u, row, 0, channels, 1, V) - middle
+        if RESIDUAL:
+            store_tile((asking + wide, below), tl.exp2(earlier) * asked, there, channels, V)
+        if LAG > 0:
+            decays = earlier
+    store_tile((reading + wide, below), tl.exp2(decays) * out, there, channels, V)
     store_tile((grad_v + wide, below), asked, there, channels, V)
 
     read = out * load_tile((output + wide, below), there, channels, V).to(tl.float32)
