@@ -548,7 +548,7 @@ def _channel_gradients(
     `sums` [2, tiles, chunks, H, C].
 
     For `_key_gradients` also z, dO, and RESIDUAL eta o dZ, decayed from or to the middles of their blocks: `given`,
-    `reading` and `asking` [B, T, H, V]; `asking` may lie where grad_z does.
+    `reading` and `asking` [B, T, H, V]; `asking`, or where there is none `given`, may lie where grad_z does.
     """
     tiles: tl.constexpr = (V + BV - 1) // BV
     chunks = tl.num_programs(0).to(tl.int64) // tiles  # of all heads
@@ -865,7 +865,8 @@ def gradients(
     scale, log_decay, energy, _, states, residuals, output, final = kept
     sums = torch.empty(plan.sums, dtype=torch.float32, device=q.device)
     across = torch.empty(plan.ends, dtype=torch.float32, device=q.device)
-    given, reading = (torch.empty(v.shape, dtype=plan.operand, device=q.device) for _ in range(2))
+    reading = torch.empty_like(grad_z)
+    given = grad_z if residuals is None else torch.empty_like(grad_z)
     plan.across(
         states, grad_states, into.memory, final, grad_final, across, *tables, *plan.numbers,
         flags=(grad_final is not None,),
