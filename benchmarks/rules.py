@@ -191,7 +191,7 @@ def worker(work: str, shape_name: str, folder: Path) -> None:
 # what `_local` makes, and 29 x 4 rows are solved; three of the pairs are of two chunks.
 PAIRS, MEMORIES, EDGES = 32 / 29, 64 / 29, 3 / 29
 ADDITIVE = {"_forward": (1, 0, 0), "_pass": (4, 1, 0), "_reverse_pass": (2, 1, 0), "_chunk_backward": (7, 2, 0)}
-CHANNEL = {"_rates": (5, 0, 0), "_read": (8, 1, 0), "_channel_gradients": (13, 2, 0), "_key_gradients": (6, 2, 0)}
+CHANNEL = {"_rates": (5, 0, 0), "_read": (8, 1, 0), "_across": (0, 2, 0), "_key_gradients": (6, 2, 0)}
 MOVED: dict[str, dict[str, tuple[float, float, float]]] = {
     "falcon_1a": ADDITIVE,
     "falcon_3a": ADDITIVE,
@@ -205,14 +205,15 @@ MOVED: dict[str, dict[str, tuple[float, float, float]]] = {
         "_reverse": (6, 1, 0),
         "_gradients": (8, 2, 0),  # elsewhere the inverses too
     },
-    "falcon_2a": CHANNEL | {"_pass": (6, 1, 0), "_reverse_pass": (4, 1, 0)},
+    "falcon_2a": CHANNEL
+    | {"_pass": (6, 1, 0), "_reverse_pass": (4, 1, 0), "_read": (14, 2, 0), "_channel_gradients": (13, 0, 0)},
     "falcon_2": CHANNEL
     | {
         "_rates": (5, 0, 1 / 4),
         "_solve": (7, 1, 1 / 4),
         "_within": (6, 0, 0),
         "_unsolve": (9, 1, 1 / 4),
-        "_channel_gradients": (16, 2, 0),
+        "_channel_gradients": (15, 0, 0),
         "_key_gradients": (7, 2, 0),
     },
     "falcon_3": {

@@ -41,7 +41,7 @@ TARGETS = {"large": GPUTarget("cuda", 90, 32), "safe": GPUTarget("cuda", 86, 32)
 SHARED = {"large": 227 * 1024, "safe": 99 * 1024}
 FLOATS = {"weight", "log_decay", "w", "u", "c", "initial", "final", "part_decay", "gain", "ridge", "energy"}
 FLOATS |= {"grad_gain", "grad_ridge", "grad_weight", "written"}
-FLOATS |= {"residual", "total", "grad_total", "grad_residual"}
+FLOATS |= {"residual", "total", "grad_total", "grad_residual", "across"}
 FLOATS |= {"memory", "grad_memory", "grad_final", "inverse", "scale", "gram", "sums", "scales", "grad_energy", "top"}
 OTHERS = {"bounds": "i64", "first": "i64", "owner": "i64", "lengths": "i64", "previous_valid": "i1", "tail_valid": "i1"}
 OTHERS |= {"age": "i64"}
@@ -167,9 +167,9 @@ def channel(card: str, dtype: torch.dtype, key_dim: int, residual: bool = False)
         sizes=sizes,
     )  # fmt: skip
     modes = dict.fromkeys(("forward", "reverse"), (True, True, True, False))
-    flags = modes | dict.fromkeys(("solve", "unsolve"), (True,))
+    flags = modes | dict.fromkeys(("solve", "unsolve", "across"), (True,))
     for name, config in sizes._asdict().items():
-        if name not in ("forward", "reverse") if residual else hasattr(plan, name):
+        if name not in ("forward", "reverse", "ask") if residual else hasattr(plan, name):
             launcher = getattr(plan, name)
             constants = launcher.constants | dict(zip(launcher.flags, flags.get(name, ()), strict=True))
             yield name, launcher.kernel, config, constants

@@ -276,7 +276,9 @@ def test_custom_ops_keep_their_contract(name, fused, carried, packed, monkeypatc
     tensors = [None if t is None else t.detach() for t in arguments[: triton_attention.TENSORS]]
     options = arguments[triton_attention.TENSORS :]
     output, final, *kept = triton_attention.attention_op(*tensors, *options[:-1], True)
-    torch.library.opcheck(triton_attention.attention_backward_op, (output, final, *tensors, *kept, *options[:-2]))
+    torch.library.opcheck(
+        triton_attention.attention_backward_op, (output, final, *tensors, *kept, None, None, *options[:-2])
+    )
 
 
 @pytest.mark.skipif(not hasattr(launcher.triton, "AsyncCompileMode"), reason="this Triton compiles one after another")

@@ -199,15 +199,15 @@ def test_bfloat16_inputs(name, K, V, card, monkeypatch):
 
 
 def test_gradient_of_ridge_in_bfloat16():
-    """It sums what tokens read, less what they write, over the chunk behind each: all roundings of it add up. Where
-    what is written is rounded again on its way from block to block, they reach 1.17e-2."""
+    """It sums what tokens read, less what they write, over a chunk: all roundings of it add up. Where what the sum then
+    misses is not spread over the tokens by how much is rounded in each, they reach 2.15e-2."""
     rule = Rule("falcon_2")
     inputs, state = case(rule, 64, H=2)
     have_inputs, have_state = as_leaves(inputs, state, torch.bfloat16)
     exact, exact_state = as_leaves(inputs, state, torch.bfloat16, wide=True)
     have = attend(have_inputs, rule, initial_state=have_state, impl="triton")
     want = attend(exact, rule, initial_state=exact_state, impl="reference")
-    assert_same(*(gradients(o, [i["ridge"]])[0] for o, i in ((have, have_inputs), (want, exact))), 1.11e-2)
+    assert_same(*(gradients(o, [i["ridge"]])[0] for o, i in ((have, have_inputs), (want, exact))), 8.5e-3)
 
 
 def test_solves_that_have_the_card_to_themselves_take_narrow_tiles(monkeypatch):
@@ -289,4 +289,6 @@ def test_custom_ops_keep_their_contract(name, packed):
     tensors = [None if t is None else t.detach() for t in arguments[: triton_attention.TENSORS]]
     options = arguments[triton_attention.TENSORS :]
     output, final, *kept = triton_attention.attention_op(*tensors, *options[:-1], True)
-    torch.library.opcheck(triton_attention.attention_backward_op, (output, final, *tensors, *kept, *options[:-2]))
+    torch.library.opcheck(
+        triton_attention.attention_backward_op, (output, final, *tensors, *kept, output, final, *options[:-2])
+    )

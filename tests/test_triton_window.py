@@ -302,7 +302,9 @@ def test_custom_ops_keep_their_contract():
     torch.library.opcheck(triton_attention.attention_op, arguments)
     tensors = [None if t is None else t.detach() for t in arguments[: triton_attention.TENSORS]]
     output, final, *kept = triton_attention.attention_op(*tensors, *options, True, True)
-    torch.library.opcheck(triton_attention.attention_backward_op, (output, final, *tensors, *kept, *options))
+    torch.library.opcheck(
+        triton_attention.attention_backward_op, (output, final, *tensors, *kept, None, None, *options)
+    )
 
 
 def test_one_graph_under_compile():

@@ -141,6 +141,8 @@ class Channel(NamedTuple):
     forward: Config
     read: Config
     reverse: Config
+    ask: Config
+    across: Config
     channels: Config
     keys: Config
     solve: Config
@@ -150,10 +152,12 @@ class Channel(NamedTuple):
 
 def _channel(passes: Config, solves: Config, tile: int = 64, registers: int | None = None) -> Channel:
     """Passes and solves go along sequences; the other kernels, each on a chunk, are launched alike everywhere: a warp
-    has a block of 16 tokens."""
+    has a block of 16 tokens; but where there are no products, fewer channels and more warps have more loads on the way.
+    """
     chunk = Config(tile, 4, 1, tile)
     read = chunk._replace(registers=registers)
-    return Channel(chunk, passes, read, passes, chunk, chunk, solves, chunk, solves)
+    channels = Config(32, 8, 1)
+    return Channel(chunk, passes, read, passes, read, chunk, channels, chunk, solves, chunk, solves)
 
 
 CHANNEL = {  # keys as in TABLE

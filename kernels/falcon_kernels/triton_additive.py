@@ -775,7 +775,7 @@ def backward(
     plan: Plan, call: Call, kept: Kept, grad_output: Tensor, grad_final: Tensor | None, into: Gradients
 ) -> None:
     q, k, v, before, tables = call.q, call.k, call.v, call.before, call.tables
-    weight, log_decay, energy, _, states, _ = kept
+    weight, log_decay, energy, _, states, *_ = kept
     assert states is not None
     grad_states = torch.empty_like(states)
 

@@ -45,7 +45,8 @@ OPTIONS = (
     "float decay_floor, int smoothness, bool before"
 )
 TENSORS = GIVEN.count("Tensor")
-KEPT = 6  # for the backward, after the first two of what the op returns
+FOUND = 6  # for the backward, after the first two of what the op returns
+KEPT = FOUND + 2  # and these two
 DIFFERENTIABLE = (0, 1, 2, 3, 4, 5, 6, 8, 9)  # of the given tensors
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 LIBRARY.define(
@@ -54,7 +55,8 @@ LIBRARY.define(
 )
 LIBRARY.define(
     f"attention_backward(Tensor? grad_output, Tensor? grad_final, {GIVEN}, Tensor weight, Tensor log_decay, "
-    f"Tensor energy, Tensor inverse, Tensor states, Tensor residuals, {OPTIONS}) -> Tensor[]"
+    f"Tensor energy, Tensor inverse, Tensor states, Tensor residuals, Tensor? output, Tensor? final_memory, {OPTIONS}) "
+    "-> Tensor[]"
 )
 attention_op = getattr(torch.ops, NAMESPACE).attention.default
 attention_backward_op = getattr(torch.ops, NAMESPACE).attention_backward.default
@@ -159,7 +161,7 @@ def _forward(
     output = torch.empty_like(call.v)
     final_memory = torch.empty(plan.memory, dtype=torch.float32, device=call.v.device) if final else None
     made = plan.core.forward(plan.launches, call, output, final_memory, keep)
-    return output, final_memory, *(made if keep else (None,) * KEPT)
+    return output, final_memory, *(made[:FOUND] if keep else (None,) * FOUND)
 
 
 @_on_its_device
@@ -171,7 +173,7 @@ def _backward(
     grad_output: Tensor | None,
     grad_final: Tensor | None,
 ) -> list[Tensor]:
-    """Gradients of what is given among `DIFFERENTIABLE`, in that order; `kept` are `_forward`'s results but two."""
+    """Gradients of what is given among `DIFFERENTIABLE`, in that order; `kept` is `Kept`, all."""
     call = _call(tensors, tables)
     grad_output = (
         torch.zeros_like(call.v) if grad_output is None else _aligned(grad_output.to(call.v.dtype).contiguous())
@@ -206,7 +208,7 @@ def _fake(*arguments):
     memory = v.new_empty(0)
     if final:
         memory = v.new_empty((layout.sequences, heads, key_dim, value_dim), dtype=torch.float32)
-    kept = core.kept(layout, q.shape, value_dim, window, q.dtype) if keep else [None] * KEPT
+    kept = core.kept(layout, q.shape, value_dim, window, q.dtype) if keep else [None] * FOUND
     made = (v.new_empty(0) if t is None else v.new_empty(t[0], dtype=t[1]) for t in kept)
     return v.new_empty(v.shape), memory, *made
 
@@ -226,7 +228,8 @@ class _Attention(torch.autograd.Function):
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 found = attention_op(*arguments[:-1], True)
-        ctx.save_for_backward(*tensors, *found[2:])
+        read = found[:2] if arguments[3].dim() == 4 else (None, None)  # where rates are per channel
+        ctx.save_for_backward(*tensors, *found[2:], *read)
         ctx.options = arguments[TENSORS:-2]
         ctx.mark_non_differentiable(*[t for t in found[2:] if t is not None])
         ctx.set_materialize_grads(False)

@@ -30,14 +30,25 @@ Backward, with dO the cotangent of O and G that of what the chunk leaves,
     dQ    = dA X + (exp(u) o dO) S'
     dX    = dA' Q + (exp(u_C - u) o z) G',
 
-each sum over s or t taken apart as above, and deta = v o dZ, dv = eta o dZ. A log decay's gradient sums, in its
-channel, all that passes over its step: suffix sums of o_t o dO_t less z_s o dZ_s, without the pairs s = t, which
-cancel, and prefix sums of what goes from tokens to the memory that the chunk leaves.
+each sum over s or t taken apart as above, and deta = v o dZ, dv = eta o dZ. dZ is read as O is: by keys, of dO and G.
+
+A log decay's gradient D_t, in its channel, is what of the memory before it is asked for after it, S o G summed over
+keys. It loses what a token reads and gains what it writes,
+
+    D_{t+1} = D_t - o_t o dO_t + z_t o dZ_t,
+
+so that it is known wherever S and G are, at both ends of a chunk, and in between takes a sum of products of what the
+forward has returned, and nothing has to be read again. O and dZ are rounded, and where decays are fast D is much less
+than what is summed: by how much the sum from one end misses the other is spread over the tokens as the squares of
+their products, by which most of the rounding is taken out again. falcon_2 has v for the residual in z there: its
+residuals ask of S too.
 
     forward    rates      u, energies, what gains are multiplied by    one program per (chunk, head)
                pass       S                                            one per (sequence, part, head, V tile)
                read       O                                            one per (chunk, head, V tile)
     backward   reverse    G                                            as pass, backwards
+               ask        dZ                                           as read
+               across     S o G between chunks                         one per (chunk, head, V tile)
                channels   dv and gain's, sums for ridge and energy,    one per (chunk, head, V tile)
                           z and dO as of the middles of their blocks
                keys       dQ, dX, ridge's                              one per (chunk, head)
@@ -45,8 +56,8 @@ cancel, and prefix sums of what goes from tokens to the memory that the chunk le
 Parts, of long sequences in small batches, are those of triton_additive.py, with a decay per channel.
 
 Elements moved per token and head, u and gains in float32 counting twice beside operands of 2 bytes: rates K + gain + u,
-pass K + V + gain + u + KV/C, read 2K + 2V + gain + u + KV/C, reverse K + V + u + KV/C, channels 2K + 5V + 2 gain + u +
-2KV/C, keys 4K + 2V + 2KV/C. Kept for the backward are u and S.
+pass K + V + gain + u + KV/C, read 2K + 2V + gain + u + KV/C, reverse K + V + u + KV/C, ask 2K + 2V + u + KV/C, across
+2KV/C, channels 7V + 2 gain + u, keys 4K + 2V + 2KV/C. Kept for the backward are u, S and what the call returns.
 """
 
 import torch
@@ -64,9 +75,7 @@ from .triton_layout import (
     chunk_of,
     exists,
     load_rows,
-    load_rows_again,
     load_tile,
-    load_tile_again,
     operand_dtype,
     span,
     store_rows,
@@ -74,7 +83,6 @@ from .triton_layout import (
     token_rows,
     x_rows,
 )
-from .triton_regression import _halves
 from .triton_schedule import (
     LOG2_E,
     Call,
@@ -189,6 +197,15 @@ def edge(u, token, channels, bits, AFTER: tl.constexpr, V: tl.constexpr):
     """[N, BV] u before, or AFTER, the span of 2 ** bits tokens that each `token` [N] lies in."""
     last = ((token >> bits) + AFTER << bits) - 1
     return load_tile((u, last * V), last >= 0, channels, V)
+
+
+@triton.jit
+def read_decays(u, row, nothing, channels, LAG: tl.constexpr, V: tl.constexpr):
+    """[C, BV] u of what tokens read: their own, or LAG before. nothing: 0, but to the compiler any number."""
+    if LAG == 0:
+        return load_all((u, row * V + nothing), channels, V)
+    else:
+        return load_tile((u - V, row * V), row > 0, channels, V)
 
 
 @triton.jit
@@ -392,19 +409,26 @@ def _block(matrix, columns, channels, K: tl.constexpr, V: tl.constexpr):
     return load_rows(matrix + columns * V, columns < K, channels, V)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
-def _read(
-    q, k, written, gain, scale, log_decay, previous, states, output, bounds, first, owner, length, longest, heads,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
-    SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, DIRECT: tl.constexpr,
-    CAPPED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """O of one chunk, head and tile of channels, from what is `written`: values, or residuals."""
+@triton.jit
+def place_of(heads, V: tl.constexpr, BV: tl.constexpr):
+    """A program's number without its tile of channels, the head, and these channels [BV]."""
     tiles: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0).to(tl.int64)
-    channels = (program % tiles).to(tl.int32) * BV + tl.arange(0, BV)
-    program = program // tiles
-    head = program % heads
+    return program // tiles, program // tiles % heads, (program % tiles).to(tl.int32) * BV + tl.arange(0, BV)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _read(
+    q, k, given, gain, scale, log_decay, previous, states, output, bounds, first, owner, length, longest, heads,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
+    SHIFT: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, DIRECT: tl.constexpr,
+    CAPPED: tl.constexpr, BACK: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """O of one chunk, head and tile of channels, of what is written: steps of values or residuals, `given`.
+
+    BACK: dZ, which is to keys, dO and G what O is to queries, z and S; dO is `given`, and no gain.
+    """
+    program, head, channels = place_of(heads, V, BV)
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
         return
@@ -421,33 +445,65 @@ def _read(
     found = tl.zeros([C, BV], tl.float32)
     for begin in range(0, K + zero, BK):
         columns = begin + tl.arange(0, BK)
-        queries = load_rows(q_at, there, columns, K).to(OPERAND)
-        x = load_rows(x_at, readable, columns, K).to(OPERAND)
+        finding = load_rows(q_at, there, columns, K).to(OPERAND)
+        giving = load_rows(x_at, readable, columns, K).to(OPERAND)
+        if BACK:
+            finding, giving = giving, finding
         s = _block(states + program * K * V, columns, channels, K, V).to(OPERAND)
-        scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
-        found = tl.dot(queries, s, found, input_precision=PRECISION)
+        scores = tl.dot(finding, tl.trans(giving), scores, input_precision=PRECISION)
+        found = tl.dot(finding, s, found, input_precision=PRECISION)
 
     middle = middles(u, tl.arange(0, C // BLOCK) * BLOCK, channels, V)
-    eta = load_tile((gain + wide, below), there, channels, V).to(tl.float32)
-    eta = step_of(eta, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED)
-    z = tl.exp2(-beyond(load_all((u, row * V), channels, V), middle)) * eta
-    z = (z * load_tile((written + wide, below), there, channels, V).to(tl.float32)).to(OPERAND)
+    if BACK:
+        z = tl.exp2(beyond(read_decays(u, row, 0, channels, LAG, V), middle))
+    else:
+        z = load_tile((gain + wide, below), there, channels, V).to(tl.float32)
+        z = step_of(z, tl.load(scale + program * C + row)[:, None], DIRECT, CAPPED)
+        z *= tl.exp2(-beyond(load_all((u, row * V), channels, V), middle))
+    z = (z * load_tile((given + wide, below), there, channels, V).to(tl.float32)).to(OPERAND)
     scores = scores.to(OPERAND)
-    found = through_chunk(found, scores, z, u, row, channels, zero, 0, LAG, SPANS, V, OPERAND, PRECISION)
-    read = load_all((u, row * V + zero), channels, V) if LAG == 0 else load_tile((u - V, row * V), row > 0, channels, V)
-    found *= tl.exp2(beyond(read, middle))
+    found = through_chunk(found, scores, z, u, row, channels, zero, BACK, LAG, SPANS, V, OPERAND, PRECISION)
+    if BACK:
+        found *= tl.exp2(-beyond(load_all((u, row * V + zero), channels, V), middle))
+    else:
+        found *= tl.exp2(beyond(read_decays(u, row, zero, channels, LAG, V), middle))
     store_tile((output + wide, below), found, there, channels, V)
 
 
 @triton.jit
-def suffix_sums(tile, row, OPERAND: tl.constexpr):
-    """[C, BV] sums of a tile's rows from each on, as a product; of two halves where operands are bfloat16."""
-    on = as_product(tl.where(row[:, None] <= row[None, :], 1.0, 0.0)).to(OPERAND)
-    if tl.bfloat16 == OPERAND:
-        high, low = _halves(tile)
-        return tl.dot(on, high, tl.dot(on, low))
-    else:
-        return tl.dot(on, tile, input_precision="ieee")
+def _asked_of(total, states, grad_states, columns, there, channels, K: tl.constexpr, V: tl.constexpr):
+    """`total` [BK, BV] and S o G, where there is such a memory."""
+    there = there & (columns < K)
+    s = load_tile((states, columns * V), there, channels, V).to(tl.float32)
+    return total + s * load_tile((grad_states, columns * V), there, channels, V).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _across(
+    states, grad_states, grad_memory, final, grad_final, across, bounds, first, owner, length, longest, heads,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    CARRIED: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    """[V] of one chunk and head what all that comes asks of the memory that it finds, and behind those of all chunks
+    of that which it leaves, where it is a sequence's last: sums of S o G over keys."""
+    chunks = tl.num_programs(0).to(tl.int64) // ((V + BV - 1) // BV)  # of all heads
+    program, head, channels = place_of(heads, V, BV)
+    sequence, _, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
+    if start >= count:
+        return
+    matrix, outer = program * K * V, (sequence * heads + head) * K * V
+    found, left = tl.zeros([BK, BV], tl.float32), tl.zeros([BK, BV], tl.float32)
+    for begin in tl.static_range(0, K, BK):
+        columns = begin + tl.arange(0, BK)
+        found = _asked_of(
+            found, states + matrix, grad_states + matrix - heads * K * V, columns, start > 0, channels, K, V
+        )
+        if CARRIED:
+            found = _asked_of(found, states + matrix, grad_memory + outer, columns, start == 0, channels, K, V)
+        if FINAL:
+            left = _asked_of(left, final + outer, grad_final + outer, columns, start + C >= count, channels, K, V)
+    tl.store(across + program * V + channels, tl.sum(found, 0), mask=channels < V)
+    tl.store(across + (chunks + program) * V + channels, tl.sum(left, 0), mask=(channels < V) & (start + C >= count))
 
 
 @triton.jit
@@ -482,105 +538,65 @@ def _rate_gradients(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _channel_gradients(
-    q, k, v, gain, ridge, previous, previous_valid, lengths, scale, log_decay, energy, residuals, grad_z, grad_output,
-    states, grad_states, grad_v, grad_gain, sums, given, reading, asking, bounds, first, owner, length, longest, heads,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
-    SHIFT: tl.constexpr, LAG: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr,
-    RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr,
-    FLOOR: tl.constexpr, RESIDUAL: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    v, gain, ridge, previous_valid, lengths, scale, log_decay, energy, residuals, output, grad_z, grad_output, across,
+    grad_v, grad_gain, sums, given, reading, asking, bounds, first, owner, length, longest, heads,
+    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr, LAG: tl.constexpr, MASKED: tl.constexpr,
+    PACKED: tl.constexpr, CARRIED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr,
+    DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of v and gain of one chunk, head and tile of channels, and what these channels ask of ridge and energy:
     `sums` [2, tiles, chunks, H, C].
 
     For `_key_gradients` also z, dO, and RESIDUAL eta o dZ, decayed from or to the middles of their blocks: `given`,
-    `reading` and `asking` [B, T, H, V]; `asking` may lie where grad_z does.
+    `reading` and `asking` [B, T, H, V]; `asking`, or where there is none `given`, may lie where grad_z does.
     """
     tiles: tl.constexpr = (V + BV - 1) // BV
-    program = tl.program_id(0).to(tl.int64)
-    behind = tl.num_programs(0).to(tl.int64) * C
-    channels = (program % tiles).to(tl.int32) * BV + tl.arange(0, BV)
-    sums += program % tiles * (behind // tiles)
-    program = program // tiles
-    head = program % heads
+    chunks = tl.num_programs(0).to(tl.int64) // tiles  # of all heads
+    program, head, channels = place_of(heads, V, BV)
+    tile = tl.program_id(0) % tiles
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
         return
     row = tl.arange(0, C)
     there = row < count - start
-    zero = tl.minimum(count - start, 0) * 64  # to the compiler any number: it keeps no loads to be done again
     u = log_decay + program * C * V
-    queries_at = token_rows(q, low + start, row, head, heads, K)
-    x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
-    readable = exists(start + row, there, SHIFT, CARRIED)
     wide = ((low + start) * heads + head) * V
     below = row * (heads * V)
-    first = tl.arange(0, C // BLOCK) * BLOCK
-    middle = middles(u, first, channels, V)
     scaled = tl.load(scale + program * C + row)[:, None]
-    written = residuals if RESIDUAL else v
-
-    eta = step_of(load_tile((gain + wide, below), there, channels, V).to(tl.float32), scaled, DIRECT, CAPPED)
-    decays = beyond(load_all((u, row * V), channels, V), middle)
-    z = tl.exp2(-decays) * eta * load_tile((written + wide, below), there, channels, V).to(tl.float32)
-    if LAG > 0:
-        decays = beyond(load_tile((u - V, row * V), row > 0, channels, V), middle)
-    read = tl.exp2(decays) * load_tile((grad_output + wide, below), there, channels, V).to(tl.float32)
-    store_tile((given + wide, below), z, there, channels, V)
-    store_tile((reading + wide, below), read, there, channels, V)
-    tl.debug_barrier()  # both are loaded again, laid out as products are: else they would be computed twice
-
-    scores = tl.zeros([C, C], tl.float32)
-    found = tl.zeros([C, BV], tl.float32)
-    kept = tl.zeros([1, BV], tl.float32)
-    for begin in range(0, K + zero, BK):
-        columns = begin + tl.arange(0, BK)
-        queries = load_rows(queries_at, there, columns, K).to(OPERAND)
-        x = load_rows(x_at, readable, columns, K).to(OPERAND)
-        s = load_tile((states + program * K * V, columns * V), columns < K, channels, V)
-        g = load_tile((grad_states + program * K * V, columns * V), columns < K, channels, V)
-        scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
-        found = tl.dot(queries, s.to(OPERAND), found, input_precision=PRECISION)
-        kept += tl.sum(s.to(tl.float32) * g.to(tl.float32), 0)[None, :]
-    scores = scores.to(OPERAND)
-    found = through_chunk(found, scores, z, u, row, channels, zero, 0, LAG, SPANS, V, OPERAND, PRECISION)
-
-    read = load_tile_again((reading + wide, below), zero, there, channels, V)
-    z = as_product(load_tile_again((given + wide, below), zero, there, channels, V))
-    asked = tl.zeros([C, BV], tl.float32)
-    for begin in range(0, K + zero, BK):
-        columns = begin + tl.arange(0, BK)
-        x = load_rows_again(x_at, readable, columns, K).to(OPERAND)
-        g = load_tile_again((grad_states + program * K * V, columns * V), zero, columns < K, channels, V)
-        asked = tl.dot(x, g.to(OPERAND), asked, input_precision=PRECISION)
-    end = row_of(u, channels, C - 1, V)
-    passed = tl.exp2(end - middle) * tl.sum(tl.reshape(asked * z, (C // BLOCK, BLOCK, BV)), 1)
-    kept = kept * tl.exp2(end) + tl.sum(passed, 0)[None, :]
-
-    passing = found * as_product(read)
-    before = passing  # what does not pass over a step of its own token
-    if not RESIDUAL:
-        turned = tl.trans(scores)
-        asked = through_chunk(asked, turned, read, u, row, channels, zero, 1, LAG, SPANS, V, OPERAND, PRECISION)
-        passing -= as_product(load_tile_again((given + wide, below), 2 * zero, there, channels, V)) * asked
-        of_z = asked * tl.exp2(-beyond(as_product(load_all((u, row * V + 2 * zero), channels, V)), middle))
-    beta = as_product(load_tile_again((gain + wide, below), zero, there, channels, V))
+    beta = load_tile((gain + wide, below), there, channels, V).to(tl.float32)
+    y = load_tile((v + wide, below), there, channels, V).to(tl.float32)
+    of_z = load_tile((grad_z + wide, below), there, channels, V).to(tl.float32)
+    out = load_tile((grad_output + wide, below), there, channels, V).to(tl.float32)
+    middle = load_all((u, (row // BLOCK * BLOCK + MIDDLE) * V), channels, V)
+    decays = load_all((u, row * V), channels, V) - middle
     eta = step_of(beta, scaled, DIRECT, CAPPED)
-    written = as_product(load_tile_again((written + wide, below), zero, there, channels, V))
+    asked = eta * of_z
+    written = y
     if RESIDUAL:
-        of_z = as_product(load_tile((grad_z + wide, below), there, channels, V))
-        y = as_product(load_tile((v + wide, below), there, channels, V))
-        passing -= eta * y * of_z
-        owed = eta * of_z * (written - y)
-        earlier = load_tile_again((u - V, row * V), zero, row > 0, channels, V)
-        earlier = tl.exp2(beyond(as_product(earlier), middle))
-        store_tile((asking + wide, below), earlier * eta * of_z, there, channels, V)
-    store_tile((grad_v + wide, below), eta * of_z, there, channels, V)
-    of_eta = of_z * written
-    of_decay = kept + suffix_sums(passing, row, OPERAND)
+        written = load_tile((residuals + wide, below), there, channels, V).to(tl.float32)
+    store_tile((given + wide, below), tl.exp2(-decays) * eta * written, there, channels, V)
+    if RESIDUAL or LAG > 0:
+        earlier = read_decays(u, row, 0, channels, 1, V) - middle
+        if RESIDUAL:
+            store_tile((asking + wide, below), tl.exp2(earlier) * asked, there, channels, V)
+        if LAG > 0:
+            decays = earlier
+    store_tile((reading + wide, below), tl.exp2(decays) * out, there, channels, V)
+    store_tile((grad_v + wide, below), asked, there, channels, V)
+
+    read = out * load_tile((output + wide, below), there, channels, V).to(tl.float32)
+    writes = asked * y
+    doubt = read * read + writes * writes + 1e-30
+    begin = tl.load(across + program * V + channels, mask=channels < V, other=0.0)
+    following = program + tl.where(start + C < count, heads, chunks)
+    end = tl.load(across + following * V + channels, mask=channels < V, other=0.0)
+    missing = (begin - end - tl.sum(read - writes, 0)) / tl.sum(doubt, 0)
+    passing = read - writes + doubt * missing[None, :]
+    of_decay = begin[None, :] + passing - tl.cumsum(passing, 0)
     if LAG > 0:
-        of_decay -= before
+        of_decay -= read
     if RESIDUAL:
-        of_decay -= owed
+        of_decay += asked * (y - written)
 
     valid = count
     if MASKED:
@@ -592,11 +608,12 @@ def _channel_gradients(
         base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
     statistic = tl.load(energy + program * C + row)
     of_gain, of_ridge, of_energy = _rate_gradients(
-        beta, eta, base, statistic, of_eta, of_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
+        beta, eta, base, statistic, of_z * written, of_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
     )
     store_tile((grad_gain + wide, below), of_gain, there, channels, V)
-    tl.store(sums + program * C + row, of_ridge)
-    tl.store(sums + behind + program * C + row, of_energy)
+    sums += (tile * chunks + program) * C + row
+    tl.store(sums, of_ridge)
+    tl.store(sums + tiles * chunks * C, of_energy)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -759,12 +776,15 @@ class Plan:
         part_chunks = -(-layout.longest // segments)
         self.parts = -(-layout.longest // part_chunks)
         self.along = (layout.length, self.heads, layout.longest, self.parts, part_chunks)
-        self.across = (layout.length, layout.longest, self.heads)
+        self.numbers = (layout.length, layout.longest, self.heads)
 
         tiles = self._tiles(sizes.channels)
         self.sums = (2, tiles, layout.chunks, self.heads, layout.chunk)
+        self.ends = (2, layout.chunks, self.heads, value_dim)
         self.rates = self.launcher(_rates, self.all_chunks, sizes.rates, GRAM=residual)
-        self.read = self.launcher(_read, self.all_chunks * self._tiles(sizes.read), sizes.read)
+        self.read = self.launcher(_read, self.all_chunks * self._tiles(sizes.read), sizes.read, BACK=0)
+        self.ask = self.launcher(_read, self.all_chunks * self._tiles(sizes.ask), sizes.ask, BACK=1)
+        self.across = self.launcher(_across, self.all_chunks * self._tiles(sizes.across), sizes.across, "FINAL")
         self.channels = self.launcher(_channel_gradients, self.all_chunks * tiles, sizes.channels)
         self.keys = self.launcher(_key_gradients, self.all_chunks, sizes.keys, TILES=tiles)
         modes = ("STORE", "FINAL", "INITIAL", "FROM_ZERO")
@@ -797,7 +817,7 @@ def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: 
     states = torch.empty(plan.states, dtype=plan.operand, device=q.device)
     initial = in_parts(plan, lambda found, decay: run(None, None, found, decay, True), call.memory, False)
     run(initial, states, final, None, False)
-    plan.read(q, k, v, gain, scale, log_decay, previous, states, output, *tables, *plan.across)
+    plan.read(q, k, v, gain, scale, log_decay, previous, states, output, *tables, *plan.numbers)
     return Kept(scale, log_decay, energy, states=states)
 
 
@@ -807,7 +827,7 @@ def rates(plan: Plan, call: Call, gram: Tensor | None) -> tuple[Tensor, Tensor, 
     scale, log_decay, energy = (torch.empty(shape, dtype=torch.float32, device=call.k.device) for shape in plan.shapes)
     plan.rates(
         call.k, call.gain, call.ridge, before.previous_key, before.previous_valid, call.lengths, scale, log_decay,
-        energy, gram, *call.tables, *plan.across,
+        energy, gram, *call.tables, *plan.numbers,
     )  # fmt: skip
     return scale, log_decay, energy
 
@@ -815,7 +835,7 @@ def rates(plan: Plan, call: Call, gram: Tensor | None) -> tuple[Tensor, Tensor, 
 def backward(
     plan: Plan, call: Call, kept: Kept, grad_output: Tensor, grad_final: Tensor | None, into: Gradients
 ) -> None:
-    _, log_decay, _, _, states, _ = kept
+    _, log_decay, _, _, states, *_ = kept
     assert states is not None
     grad_states = torch.empty_like(states)
 
@@ -828,23 +848,34 @@ def backward(
 
     initial = in_parts(plan, lambda found, decay: reverse(None, None, found, decay, True), grad_final, True)
     reverse(initial, grad_states, into.memory, None, False)
-    gradients(plan, call, kept, grad_output, None, grad_states, into)
+    grad_z = torch.empty(call.v.shape, dtype=plan.operand, device=call.q.device)
+    plan.ask(
+        call.q, call.k, grad_output, None, None, log_decay, call.before.previous_key, grad_states, grad_z,
+        *call.tables, *plan.numbers,
+    )  # fmt: skip
+    gradients(plan, call, kept, grad_output, grad_z, grad_states, grad_final, into)
 
 
 def gradients(
-    plan: Plan, call: Call, kept: Kept, grad_output: Tensor, grad_z: Tensor | None, grad_states: Tensor, into: Gradients
-) -> None:
-    """All but the memory's, of chunks on their own; `grad_z` [B, T, H, V] where what is written is a residual."""
+    plan: Plan, call: Call, kept: Kept, grad_output: Tensor, grad_z: Tensor, grad_states: Tensor,
+    grad_final: Tensor | None, into: Gradients,
+) -> None:  # fmt: skip
+    """All but the memory's, of chunks on their own; `grad_z` [B, T, H, V]."""
     q, k, v, gain, ridge, _, before, lengths, tables = call
-    scale, log_decay, energy, _, states, residuals = kept
+    scale, log_decay, energy, _, states, residuals, output, final = kept
     sums = torch.empty(plan.sums, dtype=torch.float32, device=q.device)
-    given, reading = (torch.empty(v.shape, dtype=plan.operand, device=q.device) for _ in range(2))
+    across = torch.empty(plan.ends, dtype=torch.float32, device=q.device)
+    reading = torch.empty_like(grad_z)
+    given = grad_z if residuals is None else torch.empty_like(grad_z)
+    plan.across(
+        states, grad_states, into.memory, final, grad_final, across, *tables, *plan.numbers,
+        flags=(grad_final is not None,),
+    )  # fmt: skip
     plan.channels(
-        q, k, v, gain, ridge, before.previous_key, before.previous_valid, lengths, scale, log_decay, energy, residuals,
-        grad_z, grad_output, states, grad_states, into.v, into.gain, sums, given, reading, grad_z, *tables,
-        *plan.across,
+        v, gain, ridge, before.previous_valid, lengths, scale, log_decay, energy, residuals, output, grad_z,
+        grad_output, across, into.v, into.gain, sums, given, reading, grad_z, *tables, *plan.numbers,
     )  # fmt: skip
     plan.keys(
         q, k, before.previous_key, log_decay, given, reading, grad_z, states, grad_states, sums, into.q, into.k,
-        into.ridge, into.before.previous_key, *tables, *plan.across,
+        into.ridge, into.before.previous_key, *tables, *plan.numbers,
     )  # fmt: skip

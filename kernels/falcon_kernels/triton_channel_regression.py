@@ -57,6 +57,8 @@ from .triton_channel import (
     load_all,
     middles,
     paired,
+    place_of,
+    read_decays,
     shapes,
     step_of,
 )
@@ -76,14 +78,6 @@ from .triton_layout import (
 from .triton_schedule import Call, Gradients, Kept, Shape
 
 __all__ = ["Plan", "backward", "chunk_length", "forward", "shapes"]
-
-
-@triton.jit
-def _place(V: tl.constexpr, BV: tl.constexpr):
-    """A program's number without its tile of channels, and these [BV]."""
-    tiles: tl.constexpr = (V + BV - 1) // BV
-    program = tl.program_id(0).to(tl.int64)
-    return program // tiles, (program % tiles).to(tl.int32) * BV + tl.arange(0, BV)
 
 
 # A block's tokens, each on its own
@@ -167,8 +161,8 @@ def _solve(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Residuals, and the memory that each chunk finds, of one sequence, head and tile of channels."""
-    program, channels = _place(V, BV)
-    sequence, head = program // heads, program % heads
+    program, head, channels = place_of(heads, V, BV)
+    sequence = program // heads
     low, count = span(sequence, bounds, length, PACKED)
     number = sequence * longest
     if PACKED:
@@ -227,8 +221,7 @@ def _within(
     LAG: tl.constexpr, PACKED: tl.constexpr, CARRIED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What reads of a block's writes in the block ask of them, of one chunk, head and tile of channels."""
-    program, channels = _place(V, BV)
-    head = program % heads
+    program, head, channels = place_of(heads, V, BV)
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
         return
@@ -248,7 +241,7 @@ def _within(
     decays = beyond(load_all((u, row * V), channels, V), middle)
     read = decays
     if LAG > 0:
-        read = beyond(load_tile((u - V, row * V), row > 0, channels, V), middle)
+        read = beyond(read_decays(u, row, 0, channels, LAG, V), middle)
     out = load_tile((grad_output + wide, below), there, channels, V).to(tl.float32)
     seen = tl.where(paired(row[None, :], row[:, None], BLOCK_BITS, LAG), scores, 0.0).to(OPERAND)
     of_z = tl.exp2(-decays) * tl.dot(seen, (tl.exp2(read) * out).to(OPERAND), input_precision=PRECISION)
@@ -265,8 +258,8 @@ def _unsolve(
 ):  # fmt: skip
     """Y, in the place of what `_within` left, and G of what each chunk leaves, backwards through one sequence and head,
     for a tile of channels."""
-    program, channels = _place(V, BV)
-    sequence, head = program // heads, program % heads
+    program, head, channels = place_of(heads, V, BV)
+    sequence = program // heads
     low, count = span(sequence, bounds, length, PACKED)
     number = sequence * longest
     if PACKED:
@@ -361,9 +354,9 @@ def forward(plan: Plan, call: Call, output: Tensor, final: Tensor | None, keep: 
     scale, log_decay, energy = triton_channel.rates(plan, call, gram)
     plan.solve(
         k, v, gain, scale, log_decay, gram, previous, call.memory, states, residuals, final, *tables[:2],
-        *plan.across, flags=(final is not None,),
+        *plan.numbers, flags=(final is not None,),
     )  # fmt: skip
-    plan.read(q, k, residuals, gain, scale, log_decay, previous, states, output, *tables, *plan.across)
+    plan.read(q, k, residuals, gain, scale, log_decay, previous, states, output, *tables, *plan.numbers)
     return Kept(scale, log_decay, energy, gram, states, residuals)
 
 
@@ -371,13 +364,13 @@ def backward(
     plan: Plan, call: Call, kept: Kept, grad_output: Tensor, grad_final: Tensor | None, into: Gradients
 ) -> None:
     q, k, tables, previous = call.q, call.k, call.tables, call.before.previous_key
-    scale, log_decay, _, gram, states, residuals = kept
+    scale, log_decay, _, gram, states, residuals, *_ = kept
     assert states is not None
     assert residuals is not None
     grad_states, grad_z = torch.empty_like(states), torch.empty_like(residuals)
-    plan.within(q, k, log_decay, previous, grad_output, grad_z, *tables, *plan.across)
+    plan.within(q, k, log_decay, previous, grad_output, grad_z, *tables, *plan.numbers)
     plan.unsolve(
         q, k, call.gain, scale, log_decay, gram, previous, grad_output, grad_final, grad_z, grad_states, into.memory,
-        *tables[:2], *plan.across, flags=(grad_final is not None,),
+        *tables[:2], *plan.numbers, flags=(grad_final is not None,),
     )  # fmt: skip
-    triton_channel.gradients(plan, call, kept, grad_output, grad_z, grad_states, into)
+    triton_channel.gradients(plan, call, kept, grad_output, grad_z, grad_states, grad_final, into)

@@ -1108,7 +1108,7 @@ def backward(
     plan: Plan, call: Call, kept: Kept, grad_output: Tensor, grad_final: Tensor | None, into: Gradients
 ) -> None:
     q, k, before, tables = call.q, call.k, call.before, call.tables
-    weight, log_decay, energy, inverse, states, z = kept
+    weight, log_decay, energy, inverse, states, z, *_ = kept
     assert states is not None
     assert z is not None
     previous, final = before.previous_key, (grad_final is not None,)

@@ -301,6 +301,8 @@ class Kept(NamedTuple):
     inverse: Tensor | None = None  # of falcon_1; of falcon_3 the top eigenvectors of windows
     states: Tensor | None = None  # what chunks find
     residuals: Tensor | None = None  # what is written; of falcon_3 what of the memory a chunk takes away
+    output: Tensor | None = None  # the op's, and the final memory, where rates are per channel
+    final: Tensor | None = None
 
 
 class Gradients(NamedTuple):

@@ -1058,7 +1058,7 @@ def backward(
 ) -> None:
     q, k, v, tables = call.q, call.k, call.v, call.tables
     previous, previous_valid, tail_x, tail_v, tail_valid = call.before
-    weight, log_decay, energy, top, states, lost = kept
+    weight, log_decay, energy, top, states, lost, *_ = kept
 
     def empty(shape, dtype=plan.operand):
         return torch.empty(shape, dtype=dtype, device=q.device)
