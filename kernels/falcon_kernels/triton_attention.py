@@ -154,9 +154,9 @@ def _forward(
     if plan.compiles and (final, keep) not in plan.compiled:
         plan.compiled.add((final, keep))
         with compiling():
-            output, _, *kept = _forward(plan, tensors, tables, final, keep)
+            output, final_memory, *kept = _forward(plan, tensors, tables, final, keep)
             if keep:
-                _backward(plan, tensors, tables, kept, output, None)
+                _backward(plan, tensors, tables, (*kept, output, final_memory), output, None)
     call = _call(tensors, tables)
     output = torch.empty_like(call.v)
     final_memory = torch.empty(plan.memory, dtype=torch.float32, device=call.v.device) if final else None
