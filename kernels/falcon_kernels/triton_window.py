@@ -65,14 +65,16 @@ last kernel adds these up.
 
     forward    local       L, M                one program per (chunk, head)
                carry       O, S                one program per (sequence, head, V tile), over the chunks
-    backward   reverse     G                   one program per (sequence, head, V tile), backwards over the chunks
+    backward   reverse     G                   one program per (sequence, head, V tile), backwards over a part's chunks
                solutions   y and r             two programs per (chunk, head), for y backwards over its blocks
                gradients   all others          one program per (chunk, head)
                add_bound   to parts of dX      where the energies are bounds, one program per (chunk, head)
                collect     dX, dV              one program per (chunk, head), of the edges
 
-y and r are W times as large as V each, and are held of a part of the chunks at a time where there are enough of them
-to fill the card with a part: solutions and gradients then run once for each part.
+G is as large as S, y and r are W times as large as V each: they are held of a part of the chunks at a time where there
+are enough of them to fill the card with a part. The first three of the backward's launches are then made for each part,
+from the last to the first. A part has as many chunks of every sequence, and `reverse` goes on from the G that it left;
+where sequences are packed, or have fewer chunks than there are parts, a part is chunks that follow each other.
 
 Elements moved per token and head, with E / C of 32 / 29 and C = 29 for W = 4:
     local 2K + V + (1 + E/C)(K + V), carry K + V + (1 + E/C)(K + V) + KV/C
@@ -100,6 +102,7 @@ from .triton_layout import (
     exists,
     load_rows,
     moved,
+    of_part,
     operand_dtype,
     span,
     store_rows,
@@ -381,15 +384,16 @@ def _carry(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _reverse(
-    k, previous, tail_x, log_decay, lost, grad_output, grad_final, grad_states, grad_memory,
-    bounds, first, length, longest, heads, places,
+    k, previous, tail_x, log_decay, lost, grad_output, grad_final, found, left, grad_states, grad_memory,
+    bounds, first, length, longest, heads, places, group_chunks, part_chunks, offset,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """G' of one sequence and head, a tile of value channels, backwards over the chunks.
+    """G' of one sequence and head, a tile of value channels, backwards over the chunks of a part.
 
-    Stores it, grad_states [chunks, H, V, K].
+    Stores it, grad_states [part, H, V, K]. A part finds in `found`, and leaves in `left`, G of sequences that go on in
+    another, [groups, H, K, V].
     """
     program = tl.program_id(0).to(tl.int64)
     columns = (program % tl.cdiv(V, BV)).to(tl.int32) * BV + tl.arange(0, BV)
@@ -399,12 +403,23 @@ def _reverse(
     number = tl.load(first + sequence) if PACKED else sequence * longest
     kk, i = tl.arange(0, BK), tl.arange(0, 2 * HALF)
     own, inside = _turned(program * K * V + kk * V, columns, kk < K, V)
-    g = tl.load(grad_final + own, mask=inside, other=0.0) if FINAL else tl.zeros([BV, BK], tl.float32)
     chunks = tl.cdiv(count, C)
-    for back in range(0, chunks):
-        start = (chunks - 1 - back) * C
-        chunk = (number + chunks - 1 - back) * heads + head
-        store_rows(grad_states + chunk * (V * K) + columns * K, g, columns < V, kk, K)
+    group = number // group_chunks
+    begin = (offset - (number - group * group_chunks)).to(tl.int32)  # counted from the sequence's first chunk
+    local = group * part_chunks - begin
+    end = tl.maximum(tl.minimum(begin + part_chunks, chunks), 0)
+    begin = tl.maximum(begin, 0)
+    if (end <= begin) & (chunks > 0):
+        return
+    between, _ = _turned((group * heads + head) * K * V + kk * V, columns, kk < K, V)
+    g = tl.load(found + between, mask=inside & (end < chunks), other=0.0)
+    if FINAL:
+        g += tl.load(grad_final + own, mask=inside & (end == chunks), other=0.0)
+    for back in range(0, end - begin):
+        place = end - 1 - back
+        start = place * C
+        chunk = (number + place) * heads + head
+        store_rows(grad_states + ((local + place) * heads + head) * (V * K) + columns * K, g, columns < V, kk, K)
         end_c, end_f = _at_end(log_decay + chunk * TILE, places, C, OPERAND)
         here = (i < C) & (start + i < count)
         pair, paired = _pairs_of_half(i, start, count, C, W)
@@ -415,8 +430,9 @@ def _reverse(
         given = _negative(at, mask, 2 * HALF, OPERAND)
         given -= tl.dot(g.to(OPERAND), tl.trans(x), input_precision=PRECISION)
         g = tl.dot(given.to(OPERAND), minus, g * tl.exp2(end_c + end_f), input_precision=PRECISION)
+    tl.store(left + between, g, mask=inside & (begin > 0))
     if CARRIED:
-        tl.store(grad_memory + own, g, mask=inside)
+        tl.store(grad_memory + own, g, mask=inside & (begin == 0))
 
 
 @triton.jit
@@ -481,7 +497,7 @@ def _adjoint(
 ):  # fmt: skip
     """y, by place in the window and token, [chunks, H, SPACE, V], and sums of Y * V, [chunks, H, W, TILE]."""
     weight, log_decay = weight + program * TILE, log_decay + program * TILE
-    grad_states += program * V * K
+    grad_states += number * V * K
     e = tl.arange(0, HALF)
     x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
     here = (e < C) & (start + e < count)
@@ -609,16 +625,16 @@ def _residuals(
 @triton.jit(do_not_specialize=NUMBERS)
 def _solutions(
     q, k, v, previous, tail_x, tail_v, weight, log_decay, states, grad_output, grad_states, y, rho, sums,
-    bounds, first, owner, length, longest, heads, places, offset,
+    bounds, first, owner, length, longest, heads, places, group_chunks, part_chunks, offset,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr,
     CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Y of a chunk and head, from number `offset` on, or, by the second half of the programs, rho: the longer first."""
+    """Y of a part's chunk and head, or, by the second half of the programs, rho: the longer first."""
     half = tl.num_programs(0) // 2
     number = (tl.program_id(0) % half).to(tl.int64)
-    program = number + offset
-    if program * TILE >= places:
+    program, inside = of_part(number, heads, group_chunks, part_chunks, offset)
+    if not inside:
         return
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
@@ -684,7 +700,7 @@ def _gradients(
     q, k, gain, ridge, previous, previous_valid, tail_x, tail_valid, lengths, weight, log_decay, energy, states,
     top, grad_output, grad_states, y, rho, sums, grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_energy,
     grad_previous, grad_tail_x, grad_tail_v, edge_x, edge_v,
-    bounds, first, owner, length, longest, heads, places, offset,
+    bounds, first, owner, length, longest, heads, places, group_chunks, part_chunks, offset,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, SLOTS: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
     LAG: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr,
@@ -698,11 +714,11 @@ def _gradients(
     With several tiles of values, -exp(m_p) sum_j y_j is left in rows of y, and M_C in those of r.
     """
     number = tl.program_id(0).to(tl.int64)
-    program = number + offset
-    if program * TILE >= places:
+    program, inside = of_part(number, heads, group_chunks, part_chunks, offset)
+    if not inside:
         return
     weight, log_decay = weight + program * TILE, log_decay + program * TILE
-    states, grad_states = states + program * V * K, grad_states + program * V * K
+    states, grad_states = states + program * V * K, grad_states + number * V * K
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
@@ -975,8 +991,13 @@ class Plan:
         )
         space = max(layout.chunk * window, 2 * pairs)
         parts = launch.parts(device, chunks)
-        part = max(1, -(-chunks // parts))
-        self.offsets = range(0, chunks, part)
+        groups = layout.sequences if not layout.packed and layout.longest >= parts else 1
+        group_chunks = max(1, layout.chunks // groups)
+        part_chunks = -(-group_chunks // parts)
+        part = groups * part_chunks * heads
+        self.parts = [(group_chunks, part_chunks, o) for o in range(0, group_chunks, part_chunks)][::-1]
+        self.grad_states = (part, value_dim, key_dim)
+        self.between = (groups * (len(self.parts) > 1), heads, key_dim, value_dim)
         self.solved = (part, space, value_dim)
         self.lost, self.made = ((layout.chunks, heads, layout.chunk + pairs, width) for width in (key_dim, value_dim))
         self.edge_x, self.edge_v = ((chunks, window - 1, width) for width in (key_dim, value_dim))
@@ -1053,25 +1074,27 @@ def backward(
     def empty(shape, dtype=plan.operand):
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    grad_states = empty(plan.states)
-    plan.reverse(
-        k, previous, tail_x, log_decay, lost, grad_output, grad_final, grad_states, into.memory, *tables[:2],
-        *plan.numbers, flags=(grad_final is not None,),
-    )  # fmt: skip
+    found, left = (empty(plan.between, torch.float32) for _ in range(2))
+    grad_states = empty(plan.grad_states)
     y, rho = empty(plan.solved), empty(plan.solved)
     edge_x, edge_v = empty(plan.edge_x, k.dtype), empty(plan.edge_v, v.dtype)
     sums = empty(plan.by_place, torch.float32)
     grad_energy = empty(plan.by_token, torch.float32) if plan.add_bound is not None else None
     keys = into.before.previous_key, into.before.tail_x
-    for offset in plan.offsets:
+    for part in plan.parts:
+        plan.reverse(
+            k, previous, tail_x, log_decay, lost, grad_output, grad_final, found, left, grad_states, into.memory,
+            *tables[:2], *plan.numbers, *part, flags=(grad_final is not None,),
+        )  # fmt: skip
+        found, left = left, found
         plan.solutions(
             q, k, v, previous, tail_x, tail_v, weight, log_decay, states, grad_output, grad_states, y, rho, sums,
-            *tables, *plan.numbers, offset,
+            *tables, *plan.numbers, *part,
         )  # fmt: skip
         plan.gradients(
             q, k, call.gain, call.ridge, previous, previous_valid, tail_x, tail_valid, call.lengths, weight, log_decay,
             energy, states, top, grad_output, grad_states, y, rho, sums, into.q, into.k, into.v, into.gain,
-            into.ridge, grad_energy, *keys, into.before.tail_v, edge_x, edge_v, *tables, *plan.numbers, offset,
+            into.ridge, grad_energy, *keys, into.before.tail_v, edge_x, edge_v, *tables, *plan.numbers, *part,
         )  # fmt: skip
     if plan.add_bound is not None:
         plan.add_bound(k, previous, tail_x, grad_energy, into.k, *keys, edge_x, *tables, *plan.across)
