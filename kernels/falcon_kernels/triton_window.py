@@ -40,14 +40,12 @@ the memory, starting from F of what the chunk finds, and H the cotangent of M, s
     Y = (I + A' Diag(w))^-1 (Diag(exp(u_end - u)) J H + B' dO)
     H <- exp(u_end - u_b) H - X R' Diag(w exp(u_{t-1} - u_b)) Y                  (`adjoint`, from the last block on).
 
-Y is what a row's write is asked for. Both are solutions of all rows of the chunk, kept by place j in the window and
-pair p, of the token t = p - j, the way products take them, with m_p = u of the token p - W / 2, no more than half a
-window away, and w_t as 2^-50 where it is less:
+Y is what a row's write is asked for. Both are kept by place j in the window and pair p, of the token t = p - j, the way
+products take them, with m_p = u of the token p - W / 2, at most half a window away, and w_t at least 2^-50:
 
     y_j = w_t exp(u_{t-1} - m_p) Y_j          r_j = w_t exp(m_p - u_t) rho_j.
 
-What is left (`gradients`) are products of such tiles: cotangents of Q X', dP [C, E], of X X' by pair, dF [E, E], and
-others,
+What is left (`gradients`) are products of such tiles: cotangents of Q X', dP, of X X' by pair, dF, and others,
 
     dP = sum_i [p' - i <= t] exp(u_t - m_p') dO r_i'       dQ = dP X + Diag(exp(u)) dO S'
     dF = -sum_{j,i} [p' - i < p - j] exp(m_p - m_p') y_j r_i'
@@ -55,8 +53,8 @@ others,
     dV = sum_j exp(m_p - u_{p-j-1}) y_j       M_C = exp(u_C - m_p) sum_i r_i
     dw_t = exp(u_t - u_{t-1}) / w_t^2 times the sum of y * r over the rows of t.
 
-The products of all places of dF' are one sum: those of the largest j - i come first, and each next has a wider mask,
-p - p' > j - i, which the sum so far is within. Four places of y and r, in float32 two, are at hand at a time.
+All products of dF' are one sum, those of the largest j - i first: each next has a wider mask, p - p' > j - i. Of y and
+r four places, in float32 two, are at hand at a time.
 
 What the energies of windows ask for is 2 D X, D = sum_t c_t v_t v_t' over the chunk's own windows, of which c is the
 gradient and v, by pair, the top eigenvector. A pair is in windows of two chunks at most. The chunk whose token it is
@@ -71,10 +69,9 @@ last kernel adds these up.
                add_bound   to parts of dX      where the energies are bounds, one program per (chunk, head)
                collect     dX, dV              one program per (chunk, head), of the edges
 
-G is as large as S, y and r are W times as large as V each: they are held of a part of the chunks at a time where there
-are enough of them to fill the card with a part. The first three of the backward's launches are then made for each part,
-from the last to the first. A part has as many chunks of every sequence, and `reverse` goes on from the G that it left;
-where sequences are packed, or have fewer chunks than there are parts, a part is chunks that follow each other.
+G, as large as S, and y and r, W times as large as V, are held of a part of the chunks at a time, where there are enough
+to fill the card with a part: the first three launches are made for each part, from the last to the first. A part has as
+many chunks of every sequence, or where they are packed or short, chunks that follow each other.
 
 Elements moved per token and head, with E / C of 32 / 29 and C = 29 for W = 4:
     local 2K + V + (1 + E/C)(K + V), carry K + V + (1 + E/C)(K + V) + KV/C
@@ -122,7 +119,18 @@ from .triton_regression import (
     _right_wide,
     _turned,
 )
-from .triton_schedule import Call, Gradients, Kept, Options, Shape, pair_exists, step_gradients, window_size
+from .triton_schedule import (
+    Call,
+    Gradients,
+    Kept,
+    Options,
+    Shape,
+    _bounds,
+    _u,
+    pair_exists,
+    step_gradients,
+    window_size,
+)
 from .triton_smoothness import ROWS, SMOOTHNESS, bound_gradients, units, window_rows
 
 HALF = tl.constexpr(32)
@@ -214,28 +222,6 @@ def _after(W: tl.constexpr, BLOCK: tl.constexpr, LAG: tl.constexpr, TURNED: tl.c
         return source[:, None] <= last[None, :]
     else:
         return source[None, :] <= last[:, None]
-
-
-@triton.jit
-def _u(log_decay, places, token, OPERAND: tl.constexpr):
-    """u after the tokens, 0 before the first, in two parts."""
-    coarse = tl.load(log_decay + token, mask=token >= 0, other=0.0)
-    if tl.bfloat16 == OPERAND:
-        return coarse, tl.zeros(token.shape, tl.float32)
-    else:
-        return coarse, tl.load(log_decay + places + token, mask=token >= 0, other=0.0)
-
-
-@triton.jit
-def _bounds(log_decay, places, begin, M: tl.constexpr, TILE: tl.constexpr, OPERAND: tl.constexpr):
-    """u that a block finds, and that it leaves, each in two parts."""
-    before, last = tl.maximum(begin - 1, 0), tl.minimum(begin + M, TILE) - 1
-    bc, bf = tl.where(begin > 0, tl.load(log_decay + before), 0.0), 0.0
-    ec, ef = tl.load(log_decay + last), 0.0
-    if tl.bfloat16 != OPERAND:
-        bf = tl.where(begin > 0, tl.load(log_decay + places + before), 0.0)
-        ef = tl.load(log_decay + places + last)
-    return bc, bf, ec, ef
 
 
 @triton.jit
@@ -392,8 +378,7 @@ def _reverse(
 ):  # fmt: skip
     """G' of one sequence and head, a tile of value channels, backwards over the chunks of a part.
 
-    Stores it, grad_states [part, H, V, K]. A part finds in `found`, and leaves in `left`, G of sequences that go on in
-    another, [groups, H, K, V].
+    Stores it, grad_states [part, H, V, K]; `found` and `left`, [groups, H, K, V], are those of the parts beside.
     """
     program = tl.program_id(0).to(tl.int64)
     columns = (program % tl.cdiv(V, BV)).to(tl.int32) * BV + tl.arange(0, BV)
@@ -489,14 +474,13 @@ def _writers(e, slot, start, count, C: tl.constexpr):
 
 @triton.jit
 def _adjoint(
-    q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, number, program,
+    q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, number,
     sequence, low, count, start, head, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr,
     CARRIED: tl.constexpr, LAG: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y, by place in the window and token, [chunks, H, SPACE, V], and sums of Y * V, [chunks, H, W, TILE]."""
-    weight, log_decay = weight + program * TILE, log_decay + program * TILE
     grad_states += number * V * K
     e = tl.arange(0, HALF)
     x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
@@ -569,7 +553,6 @@ def _residuals(
     CARRIED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """r, [chunks, H, SPACE, V] as y."""
-    weight, log_decay = weight + program * TILE, log_decay + program * TILE
     states += program * V * K
     e = tl.arange(0, HALF)
     x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
@@ -640,9 +623,10 @@ def _solutions(
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
         return
+    weight, log_decay = weight + program * TILE, log_decay + program * TILE
     if tl.program_id(0) < half:
         _adjoint(
-            q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, number, program,
+            q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, number,
             sequence, low, count, start, head, heads, places, K, V, BK, BV, C, TILE, W, PAIRED, ROWS, SPACE, SHIFT,
             CARRIED, LAG, OPERAND, PRECISION,
         )  # fmt: skip
@@ -879,13 +863,6 @@ def _gradients(
             tl.store(last + kk, tl.zeros([BK], grad_k.dtype.element_ty), mask=(kk < K) & (start + C >= count))
 
 
-@triton.jit
-def _fold(i, pair, tile, W: tl.constexpr, OPERAND: tl.constexpr):
-    """J' tile: rows (t, j) summed by pair, the oldest of the chunk's first."""
-    same = tl.where(i[:, None] == pair[None, :] + (W - 1), 1.0, 0.0).to(OPERAND)
-    return _right_wide(same, tile, tl.zeros(tile.shape, tl.float32), OPERAND, "tf32x3")
-
-
 @triton.jit(do_not_specialize=NUMBERS)
 def _add_bound(
     k, previous, tail_x, grad_energy, grad_k, grad_previous, grad_tail_x, edge_x,
@@ -908,6 +885,7 @@ def _add_bound(
     for begin in range(0, C, ROWS // W):
         step = begin + i // W
         pair = step + i % W - (W - 1)
+        fold = tl.where(i[:, None] == pair[None, :] + (W - 1), 1.0, 0.0).to(OPERAND)
         own = (i // W < ROWS // W) & (step < C) & (start + step < count)
         given = tl.load(grad_energy + program * TILE + step, mask=own, other=0.0)
         left = bound_gradients(
@@ -918,7 +896,8 @@ def _add_bound(
             x = window_rows(
                 k, previous, tail_x, sequence, low, count, start, pair, head, heads, kk, K, W, SHIFT, CARRIED
             )
-            part = _fold(i, pair, tl.dot(left, x, input_precision="tf32x3"), W, OPERAND)
+            part = tl.dot(left, x, input_precision="tf32x3")
+            part = _right_wide(fold, part, tl.zeros(part.shape, tl.float32), OPERAND, "tf32x3")
             part += load_rows(at, there, kk, K).to(tl.float32)
             tl.debug_barrier()
             store_rows(at, part, there, kk, K)
