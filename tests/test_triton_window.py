@@ -131,15 +131,19 @@ def test_packed_documents(name, carried):
     check(rule, inputs, state if carried else None, cu_seqlens=bounds)
 
 
-def test_parts_of_the_chunks_are_the_whole(monkeypatch):
-    """A backward in three launches of its kernels, the last of which is not full, is the one in one, bit by bit."""
-    inputs, state = case(RULES["default"], 40, B=2, H=2)
+@pytest.mark.parametrize("packed", [False, True])
+def test_parts_of_the_chunks_are_the_whole(packed, monkeypatch):
+    """A backward part by part, the last not full, is the one in one, bit by bit: with parts of all sequences, which go
+    on from one to another, and with parts of some."""
+    lengths = (60, 60) if not packed else (61, 0, 1, 58)
+    bounds = torch.tensor([0, *lengths], device=DEVICE).cumsum(0) if packed else None
+    inputs, state = case(RULES["default"], 120 if packed else 60, B=1 if packed else 2, S=len(lengths))
     runs = []
-    for parts in (1, 3):
+    for parts in (1, 2, 5):
         monkeypatch.setattr(launch, "parts", lambda device, programs, parts=parts: parts)
         triton_attention.plan_of.cache_clear()
-        runs.append(check(RULES["default"], inputs, state)[1])
-    assert all(torch.equal(runs[0][n], runs[1][n]) for n in runs[0])
+        runs.append(check(RULES["default"], inputs, state, cu_seqlens=bounds)[1])
+    assert all(torch.equal(run[n], runs[0][n]) for run in runs[1:] for n in run)
 
 
 @pytest.mark.parametrize(("name", "carried"), [("default", False), ("5-same-before-live", True)])

@@ -17,7 +17,7 @@ from torch import Tensor
 PACKAGE = __name__.rpartition(".")[0]
 NAMESPACE = PACKAGE if PACKAGE.isidentifier() else f"falcon_kernels_{zlib.crc32(PACKAGE.encode()):08x}"
 # No recompilation when these change.
-NUMBERS = ["length", "longest", "heads", "parts", "part_chunks", "places", "offset"]
+NUMBERS = ["length", "longest", "heads", "parts", "group_chunks", "part_chunks", "places", "offset"]
 OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -109,6 +109,15 @@ def chunk_of(number, bounds, first, owner, length, longest, CHUNK: tl.constexpr,
         start = ((number - sequence * longest) * CHUNK).to(tl.int32)
     low, count = span(sequence, bounds, length, PACKED)
     return sequence, low, count, start
+
+
+@triton.jit
+def of_part(number, heads, group_chunks, part_chunks, offset):
+    """A chunk and head, counted over all chunks, of its number in a part, which has up to `part_chunks` chunks of each
+    group of `group_chunks` from `offset` on; and whether there is one."""
+    chunk = number // heads
+    place = offset + chunk % part_chunks
+    return (chunk // part_chunks * group_chunks + place) * heads + number % heads, place < group_chunks
 
 
 @triton.jit

@@ -194,6 +194,37 @@ def _halves(a):
 
 
 @triton.jit
+def _exact(a, b, total, OPERAND: tl.constexpr):
+    """total + a b of float32, of 16 bits of them where operands are bfloat16."""
+    if tl.bfloat16 == OPERAND:
+        a_high, a_low = _halves(a)
+        b_high, b_low = _halves(b)
+        return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high, total)))
+    else:
+        return tl.dot(a, b, total, input_precision="tf32x3")
+
+
+@triton.jit
+def _left_wide(a, b, total, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """total + a b with a in float32 or, where b is bfloat16, in 16 bits of it."""
+    if tl.bfloat16 == OPERAND:
+        high, low = _halves(a)
+        return tl.dot(high, b, tl.dot(low, b, total))
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _right_wide(a, b, total, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """total + a b with b in float32 or, where a is bfloat16, in 16 bits of it."""
+    if tl.bfloat16 == OPERAND:
+        high, low = _halves(b)
+        return tl.dot(a, high, tl.dot(a, low, total))
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
 def _dot16(a, b, OPERAND: tl.constexpr):
     """a b, wider than what the inverse is stored in. For bfloat16, b is given transposed: an accumulator [16, 16] of
     bfloat16 is a left operand as it lies, and a right operand once it is turned."""

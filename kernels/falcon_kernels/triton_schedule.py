@@ -132,6 +132,28 @@ def store_running(at, behind, decay, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _u(log_decay, places, token, OPERAND: tl.constexpr):
+    """u after the tokens, 0 before the first, in two parts."""
+    coarse = tl.load(log_decay + token, mask=token >= 0, other=0.0)
+    if tl.bfloat16 == OPERAND:
+        return coarse, tl.zeros(token.shape, tl.float32)
+    else:
+        return coarse, tl.load(log_decay + places + token, mask=token >= 0, other=0.0)
+
+
+@triton.jit
+def _bounds(log_decay, places, begin, M: tl.constexpr, TILE: tl.constexpr, OPERAND: tl.constexpr):
+    """u that a block finds, and that it leaves, each in two parts."""
+    before, last = tl.maximum(begin - 1, 0), tl.minimum(begin + M, TILE) - 1
+    bc, bf = tl.where(begin > 0, tl.load(log_decay + before), 0.0), 0.0
+    ec, ef = tl.load(log_decay + last), 0.0
+    if tl.bfloat16 != OPERAND:
+        bf = tl.where(begin > 0, tl.load(log_decay + places + before), 0.0)
+        ef = tl.load(log_decay + places + last)
+    return bc, bf, ec, ef
+
+
+@triton.jit
 def _norms(rows, there, ROWS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
     """[R] squared norms."""
     total = tl.zeros([ROWS], tl.float32)

@@ -228,3 +228,11 @@ def smoothness(
             found = tl.gather(_root(total, 1 / 16) * trace, tl.where(inside, (row - begin) * W, 0), 0)
             result = tl.where(inside, found, result)
         return result, (result,)
+
+
+@triton.jit
+def units(top, places, e, windowed, W: tl.constexpr):
+    """[R, R] by token and pair the top eigenvectors of windows, those of a chunk being at `top`."""
+    place = e[None, :] - e[:, None]
+    there = (place >= 0) & (place < W) & windowed[:, None]
+    return tl.load(top + place.to(tl.int64) * places + e[:, None], mask=there, other=0.0)

@@ -40,18 +40,21 @@ the memory, starting from F of what the chunk finds, and H the cotangent of M, s
     Y = (I + A' Diag(w))^-1 (Diag(exp(u_end - u)) J H + B' dO)
     H <- exp(u_end - u_b) H - X R' Diag(w exp(u_{t-1} - u_b)) Y                  (`adjoint`, from the last block on).
 
-Y is what a row's write is asked for. Both are solutions of all rows of the chunk, kept by place j in the window and
-pair p, of the token p - j. What is left (`gradients`) are products of such tiles: cotangents of Q X', dP [C, E], of X
-X'
-by pair, dF [E, E], and others,
+Y is what a row's write is asked for. Both are kept by place j in the window and pair p, of the token t = p - j, the way
+products take them, with m_p = u of the token p - W / 2, at most half a window away, and w_t at least 2^-50:
 
-    dP = sum_i [p' - i <= t] exp(u_t - u_{p'-i}) dO (w rho_i)'       dQ = dP X + Diag(exp(u)) dO S'
-    dF = -sum_{j,i} [p' - i < p - j] exp(u_{p-j-1} - u_{p'-i}) (w Y_j) (w rho_i)'
-    dX = dP' Q + (dF + dF') X + M_C G' - sum_j (w exp(u_{p-j-1}) Y_j) S'
-    dV = sum_j w Y_j       M_C = sum_i w exp(u_C - u_{p-i}) rho_i       dw_t = sum of Y * rho over the rows of t.
+    y_j = w_t exp(u_{t-1} - m_p) Y_j          r_j = w_t exp(m_p - u_t) rho_j.
 
-Decays of dP and dF are taken apart around u of the token p - W / 2 for each pair, no more than half a window away:
-factors by row, by column, and by pair of pairs.
+What is left (`gradients`) are products of such tiles: cotangents of Q X', dP, of X X' by pair, dF, and others,
+
+    dP = sum_i [p' - i <= t] exp(u_t - m_p') dO r_i'       dQ = dP X + Diag(exp(u)) dO S'
+    dF = -sum_{j,i} [p' - i < p - j] exp(m_p - m_p') y_j r_i'
+    dX = dP' Q + (dF + dF') X + M_C G' - exp(m_p) sum_j y_j S'
+    dV = sum_j exp(m_p - u_{p-j-1}) y_j       M_C = exp(u_C - m_p) sum_i r_i
+    dw_t = exp(u_t - u_{t-1}) / w_t^2 times the sum of y * r over the rows of t.
+
+All products of dF' are one sum, those of the largest j - i first: each next has a wider mask, p - p' > j - i. Of y and
+r four places, in float32 two, are at hand at a time.
 
 What the energies of windows ask for is 2 D X, D = sum_t c_t v_t v_t' over the chunk's own windows, of which c is the
 gradient and v, by pair, the top eigenvector. A pair is in windows of two chunks at most. The chunk whose token it is
@@ -60,14 +63,15 @@ last kernel adds these up.
 
     forward    local       L, M                one program per (chunk, head)
                carry       O, S                one program per (sequence, head, V tile), over the chunks
-    backward   reverse     G                   one program per (sequence, head, V tile), backwards over the chunks
-               solutions   Y and rho           two programs per (chunk, head), for Y backwards over its blocks
+    backward   reverse     G                   one program per (sequence, head, V tile), backwards over a part's chunks
+               solutions   y and r             two programs per (chunk, head), for y backwards over its blocks
                gradients   all others          one program per (chunk, head)
                add_bound   to parts of dX      where the energies are bounds, one program per (chunk, head)
                collect     dX, dV              one program per (chunk, head), of the edges
 
-Y and rho are W times as large as V each, and are held of a part of the chunks at a time where there are enough of them
-to fill the card with a part: solutions and gradients then run once for each part.
+G, as large as S, and y and r, W times as large as V, are held of a part of the chunks at a time, where there are enough
+to fill the card with a part: the first three launches are made for each part, from the last to the first. A part has as
+many chunks of every sequence, or where they are packed or short, chunks that follow each other.
 
 Elements moved per token and head, with E / C of 32 / 29 and C = 29 for W = 4:
     local 2K + V + (1 + E/C)(K + V), carry K + V + (1 + E/C)(K + V) + KV/C
@@ -95,6 +99,7 @@ from .triton_layout import (
     exists,
     load_rows,
     moved,
+    of_part,
     operand_dtype,
     span,
     store_rows,
@@ -104,21 +109,36 @@ from .triton_layout import (
 )
 from .triton_regression import (
     _at_end,
+    _exact,
     _gram,
-    _halves,
+    _left_wide,
     _load_state,
     _negative,
     _pairwise,
     _product,
+    _right_wide,
     _turned,
 )
-from .triton_schedule import Call, Gradients, Kept, Options, Shape, pair_exists, step_gradients, window_size
-from .triton_smoothness import ROWS, SMOOTHNESS, bound_gradients, window_rows
+from .triton_schedule import (
+    Call,
+    Gradients,
+    Kept,
+    Options,
+    Shape,
+    _bounds,
+    _u,
+    pair_exists,
+    step_gradients,
+    window_size,
+)
+from .triton_smoothness import ROWS, SMOOTHNESS, bound_gradients, units, window_rows
 
 HALF = tl.constexpr(32)
 LARGEST_WINDOW = 16
 LONGEST_BLOCK = 3  # tokens: their inverse has no power above this
 LONGEST_SOLVE = 4  # the same of tokens whose queries are no rows
+LEAST_WEIGHT = tl.constexpr(2.0**-50)
+SLOTS_BYTES = 8  # of the operands of so many places in the window at hand at a time
 
 
 def chunk_length(dtype: torch.dtype, key_dim: int, window: int) -> int:
@@ -149,37 +169,6 @@ def _pairs_of_half(i, start, count, C: tl.constexpr, W: tl.constexpr):
     """Which pair, counted from the chunk's start, each row of the tile's last half is, and which rows are one."""
     pair = i - HALF - (W - 1)
     return pair, (i >= HALF) & (pair < C) & (start + pair < count)
-
-
-@triton.jit
-def _exact(a, b, total, OPERAND: tl.constexpr):
-    """total + a b of float32, of 16 bits of them where operands are bfloat16."""
-    if tl.bfloat16 == OPERAND:
-        a_high, a_low = _halves(a)
-        b_high, b_low = _halves(b)
-        return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high, total)))
-    else:
-        return tl.dot(a, b, total, input_precision="tf32x3")
-
-
-@triton.jit
-def _left_wide(a, b, total, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """total + a b with a in float32 or, where b is bfloat16, in 16 bits of it."""
-    if tl.bfloat16 == OPERAND:
-        high, low = _halves(a)
-        return tl.dot(high, b, tl.dot(low, b, total))
-    else:
-        return tl.dot(a, b, total, input_precision=PRECISION)
-
-
-@triton.jit
-def _right_wide(a, b, total, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """total + a b with b in float32 or, where a is bfloat16, in 16 bits of it."""
-    if tl.bfloat16 == OPERAND:
-        high, low = _halves(b)
-        return tl.dot(a, high, tl.dot(a, low, total))
-    else:
-        return tl.dot(a, b, total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -233,28 +222,6 @@ def _after(W: tl.constexpr, BLOCK: tl.constexpr, LAG: tl.constexpr, TURNED: tl.c
         return source[:, None] <= last[None, :]
     else:
         return source[None, :] <= last[:, None]
-
-
-@triton.jit
-def _u(log_decay, places, token, OPERAND: tl.constexpr):
-    """u after the tokens, 0 before the first, in two parts."""
-    coarse = tl.load(log_decay + token, mask=token >= 0, other=0.0)
-    if tl.bfloat16 == OPERAND:
-        return coarse, tl.zeros(token.shape, tl.float32)
-    else:
-        return coarse, tl.load(log_decay + places + token, mask=token >= 0, other=0.0)
-
-
-@triton.jit
-def _bounds(log_decay, places, begin, M: tl.constexpr, TILE: tl.constexpr, OPERAND: tl.constexpr):
-    """u that a block finds, and that it leaves, each in two parts."""
-    before, last = tl.maximum(begin - 1, 0), tl.minimum(begin + M, TILE) - 1
-    bc, bf = tl.where(begin > 0, tl.load(log_decay + before), 0.0), 0.0
-    ec, ef = tl.load(log_decay + last), 0.0
-    if tl.bfloat16 != OPERAND:
-        bf = tl.where(begin > 0, tl.load(log_decay + places + before), 0.0)
-        ef = tl.load(log_decay + places + last)
-    return bc, bf, ec, ef
 
 
 @triton.jit
@@ -403,15 +370,15 @@ def _carry(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _reverse(
-    k, previous, tail_x, log_decay, lost, grad_output, grad_final, grad_states, grad_memory,
-    bounds, first, length, longest, heads, places,
+    k, previous, tail_x, log_decay, lost, grad_output, grad_final, found, left, grad_states, grad_memory,
+    bounds, first, length, longest, heads, places, group_chunks, part_chunks, offset,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """G' of one sequence and head, a tile of value channels, backwards over the chunks.
+    """G' of one sequence and head, a tile of value channels, backwards over the chunks of a part.
 
-    Stores it, grad_states [chunks, H, V, K].
+    Stores it, grad_states [part, H, V, K]; `found` and `left`, [groups, H, K, V], are those of the parts beside.
     """
     program = tl.program_id(0).to(tl.int64)
     columns = (program % tl.cdiv(V, BV)).to(tl.int32) * BV + tl.arange(0, BV)
@@ -421,12 +388,23 @@ def _reverse(
     number = tl.load(first + sequence) if PACKED else sequence * longest
     kk, i = tl.arange(0, BK), tl.arange(0, 2 * HALF)
     own, inside = _turned(program * K * V + kk * V, columns, kk < K, V)
-    g = tl.load(grad_final + own, mask=inside, other=0.0) if FINAL else tl.zeros([BV, BK], tl.float32)
     chunks = tl.cdiv(count, C)
-    for back in range(0, chunks):
-        start = (chunks - 1 - back) * C
-        chunk = (number + chunks - 1 - back) * heads + head
-        store_rows(grad_states + chunk * (V * K) + columns * K, g, columns < V, kk, K)
+    group = number // group_chunks
+    begin = (offset - (number - group * group_chunks)).to(tl.int32)  # counted from the sequence's first chunk
+    local = group * part_chunks - begin
+    end = tl.maximum(tl.minimum(begin + part_chunks, chunks), 0)
+    begin = tl.maximum(begin, 0)
+    if (end <= begin) & (chunks > 0):
+        return
+    between, _ = _turned((group * heads + head) * K * V + kk * V, columns, kk < K, V)
+    g = tl.load(found + between, mask=inside & (end < chunks), other=0.0)
+    if FINAL:
+        g += tl.load(grad_final + own, mask=inside & (end == chunks), other=0.0)
+    for back in range(0, end - begin):
+        place = end - 1 - back
+        start = place * C
+        chunk = (number + place) * heads + head
+        store_rows(grad_states + ((local + place) * heads + head) * (V * K) + columns * K, g, columns < V, kk, K)
         end_c, end_f = _at_end(log_decay + chunk * TILE, places, C, OPERAND)
         here = (i < C) & (start + i < count)
         pair, paired = _pairs_of_half(i, start, count, C, W)
@@ -437,8 +415,9 @@ def _reverse(
         given = _negative(at, mask, 2 * HALF, OPERAND)
         given -= tl.dot(g.to(OPERAND), tl.trans(x), input_precision=PRECISION)
         g = tl.dot(given.to(OPERAND), minus, g * tl.exp2(end_c + end_f), input_precision=PRECISION)
+    tl.store(left + between, g, mask=inside & (begin > 0))
     if CARRIED:
-        tl.store(grad_memory + own, g, mask=inside)
+        tl.store(grad_memory + own, g, mask=inside & (begin == 0))
 
 
 @triton.jit
@@ -475,6 +454,18 @@ def _slot_rows(base, program, slot, token, C: tl.constexpr, SPACE: tl.constexpr,
 
 
 @triton.jit
+def _middle(log_decay, places, pair, C: tl.constexpr, W: tl.constexpr, OPERAND: tl.constexpr):
+    """u around which decays are taken apart for the chunk's pairs, the oldest of which is 0."""
+    return _u(log_decay, places, tl.minimum(pair - W // 2, C - 1), OPERAND)
+
+
+@triton.jit
+def _not_zero(w):
+    """w, or what is nothing beside other weights but can be divided by."""
+    return tl.where(tl.abs(w) < LEAST_WEIGHT, LEAST_WEIGHT, w)
+
+
+@triton.jit
 def _writers(e, slot, start, count, C: tl.constexpr):
     """The tokens that write the chunk's pairs from one place of their windows, and which there are."""
     token = e - slot
@@ -483,15 +474,14 @@ def _writers(e, slot, start, count, C: tl.constexpr):
 
 @triton.jit
 def _adjoint(
-    q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, number, program,
+    q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, number,
     sequence, low, count, start, head, heads, places,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr,
     CARRIED: tl.constexpr, LAG: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Y, by place in the window and token, [chunks, H, SPACE, V], and sums of Y * V, [chunks, H, W, TILE]."""
-    weight, log_decay = weight + program * TILE, log_decay + program * TILE
-    grad_states += program * V * K
+    """y, by place in the window and token, [chunks, H, SPACE, V], and sums of Y * V, [chunks, H, W, TILE]."""
+    grad_states += number * V * K
     e = tl.arange(0, HALF)
     x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
     here = (e < C) & (start + e < count)
@@ -541,8 +531,10 @@ def _adjoint(
             gram *= (-eta * tl.exp2((tc - bc) + (tf - bf)))[None, :]
             solution = _right_wide(given, tl.trans(of_given), tl.zeros([BV, ROWS], tl.float32), OPERAND, "tf32x3")
             solution = _exact(h, tl.trans(of_h), solution, OPERAND)
+            mc, mf = _middle(log_decay, places, token + slot, C, W, OPERAND)
+            scaled = solution * (_not_zero(eta) * tl.exp2((tc - mc) + (tf - mf)))[None, :]
             into, mask = _turned(_slot_rows(y, number, slot, token, C, SPACE, V), columns, live, V)
-            tl.store(into, solution, mask=mask)
+            tl.store(into, scaled, mask=mask)
             pair = token + slot - (W - 1)
             v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
             v_at, mask = _turned(v_at, columns, exists(start + pair, live, 0, CARRIED), V)
@@ -560,8 +552,7 @@ def _residuals(
     W: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr,
     CARRIED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """rho, [chunks, H, SPACE, V] as Y."""
-    weight, log_decay = weight + program * TILE, log_decay + program * TILE
+    """r, [chunks, H, SPACE, V] as y."""
     states += program * V * K
     e = tl.arange(0, HALF)
     x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
@@ -607,32 +598,35 @@ def _residuals(
             gram *= (w * tl.exp2((ec - uc) + (ef - uf)))[None, :]
             residual = _right_wide(value, tl.trans(of_value), tl.zeros([BV, ROWS], tl.float32), OPERAND, "tf32x3")
             residual = _exact(found, tl.trans(of_found), residual, OPERAND)
+            mc, mf = _middle(log_decay, places, token + slot, C, W, OPERAND)
+            scaled = residual * (_not_zero(w) * tl.exp2((mc - uc) + (mf - uf)))[None, :]
             into, mask = _turned(_slot_rows(rho, number, slot, token, C, SPACE, V), columns, live, V)
-            tl.store(into, residual, mask=mask)
+            tl.store(into, scaled, mask=mask)
             found = _exact(residual, tl.trans(gram), found * tl.exp2((ec - bc) + (ef - bf)), OPERAND)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _solutions(
     q, k, v, previous, tail_x, tail_v, weight, log_decay, states, grad_output, grad_states, y, rho, sums,
-    bounds, first, owner, length, longest, heads, places, offset,
+    bounds, first, owner, length, longest, heads, places, group_chunks, part_chunks, offset,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
     W: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr,
     CARRIED: tl.constexpr, LAG: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Y of a chunk and head, from number `offset` on, or, by the second half of the programs, rho: the longer first."""
+    """Y of a part's chunk and head, or, by the second half of the programs, rho: the longer first."""
     half = tl.num_programs(0) // 2
     number = (tl.program_id(0) % half).to(tl.int64)
-    program = number + offset
-    if program * TILE >= places:
+    program, inside = of_part(number, heads, group_chunks, part_chunks, offset)
+    if not inside:
         return
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
         return
+    weight, log_decay = weight + program * TILE, log_decay + program * TILE
     if tl.program_id(0) < half:
         _adjoint(
-            q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, number, program,
+            q, k, v, previous, tail_x, tail_v, weight, log_decay, grad_output, grad_states, y, sums, number,
             sequence, low, count, start, head, heads, places, K, V, BK, BV, C, TILE, W, PAIRED, ROWS, SPACE, SHIFT,
             CARRIED, LAG, OPERAND, PRECISION,
         )  # fmt: skip
@@ -662,14 +656,6 @@ def _part_rows(
 
 
 @triton.jit
-def _units(top, places, e, windowed, W: tl.constexpr):
-    """[HALF, HALF] by token and pair the top eigenvectors of windows, those of a chunk being at `top`."""
-    place = e[None, :] - e[:, None]
-    there = (place >= 0) & (place < W) & windowed[:, None]
-    return tl.load(top + place.to(tl.int64) * places + e[:, None], mask=there, other=0.0)
-
-
-@triton.jit
 def _of_energies(unit, e, given, SMOOTHNESS: tl.constexpr, OPERAND: tl.constexpr):
     """[HALF, HALF] by pair D, where windows with the gradients `given` [HALF] of the eigenvalues, or traces, of their
     sums ask for 2 D X."""
@@ -679,78 +665,79 @@ def _of_energies(unit, e, given, SMOOTHNESS: tl.constexpr, OPERAND: tl.constexpr
         return _exact(tl.trans(unit * given[:, None]), unit, tl.zeros(unit.shape, tl.float32), OPERAND)
 
 
+@triton.jit
+def _tiles(
+    base, number, first, start, count, columns,
+    C: tl.constexpr, SPACE: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """[HALF, columns] by pair of what is kept at each of SLOTS places of the windows, from the `first` on."""
+    tiles = ()
+    for slot in tl.static_range(SLOTS):
+        token, writes = _writers(tl.arange(0, HALF), first + slot, start, count, C)
+        at = _slot_rows(base, number, first + slot, token, C, SPACE, WIDTH)
+        tiles += (load_rows(at, writes & (first + slot < W), columns, WIDTH),)
+    return tiles
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def _gradients(
     q, k, gain, ridge, previous, previous_valid, tail_x, tail_valid, lengths, weight, log_decay, energy, states,
-    top, grad_output, grad_states, y, rho, sums, scales, grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_energy,
+    top, grad_output, grad_states, y, rho, sums, grad_q, grad_k, grad_v, grad_gain, grad_ridge, grad_energy,
     grad_previous, grad_tail_x, grad_tail_v, edge_x, edge_v,
-    bounds, first, owner, length, longest, heads, places, offset,
+    bounds, first, owner, length, longest, heads, places, group_chunks, part_chunks, offset,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
-    W: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, LAG: tl.constexpr,
-    PACKED: tl.constexpr, MASKED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr, DETACH: tl.constexpr,
-    EPSILON: tl.constexpr, FLOOR: tl.constexpr, SMOOTHNESS: tl.constexpr, OPERAND: tl.constexpr,
+    W: tl.constexpr, SLOTS: tl.constexpr, SPACE: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr,
+    LAG: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr,
+    DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr, SMOOTHNESS: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk of one head: of q, gain and ridge, and the chunk's parts of dX, where their keys lie, and
     of dV. Those of the W - 1 pairs of the chunk before go to edges [chunks, H, W - 1, .]. Where energies are bounds,
     the gradients of windows' sums, [chunks, H, TILE], are left for `_add_bound`.
 
-    With several tiles of values, -J' Diag(w exp(u_{t-1})) Y is left in rows of Y, and M_C in those of rho.
+    With several tiles of values, -exp(m_p) sum_j y_j is left in rows of y, and M_C in those of r.
     """
     number = tl.program_id(0).to(tl.int64)
-    program = number + offset
-    if program * TILE >= places:
+    program, inside = of_part(number, heads, group_chunks, part_chunks, offset)
+    if not inside:
         return
     weight, log_decay = weight + program * TILE, log_decay + program * TILE
-    states, grad_states = states + program * V * K, grad_states + program * V * K
+    states, grad_states = states + program * V * K, grad_states + number * V * K
     head = program % heads
     sequence, low, count, start = chunk_of(program // heads, bounds, first, owner, length, longest, C, PACKED)
     if start >= count:
         return
     e = tl.arange(0, HALF)
-    x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
     here = (e < C) & (start + e < count)
-    paired = start + e - (W - 1) < count
-    v_into = v_rows(grad_v, grad_tail_v, sequence, low, start, e - (W - 1), head, heads, V, W, CARRIED)
-    v_into = _or_edge(v_into, edge_v, program, start, e, W, V)
-    valued = exists(start + e - (W - 1), paired, 0, CARRIED)
     given_at = token_rows(grad_output, low + start, e, head, heads, V)
     end_c, end_f = _at_end(log_decay, places, C, OPERAND)
-    middle = tl.minimum(e - W // 2, C - 1)
-    mc, mf = _u(log_decay, places, middle, OPERAND)
-    scales += number * (W * HALF)
-    for slot in range(W):
-        token, writes = _writers(e, slot, start, count, C)
-        uc, uf = _u(log_decay, places, token, OPERAND)
-        eta = tl.load(weight + token, mask=writes, other=0.0)
-        tl.store(scales + slot * HALF + e, eta * tl.exp2(tl.where(writes, (mc - uc) + (mf - uf), 0.0)))
-    tl.debug_barrier()
+    mc, mf = _middle(log_decay, places, e, C, W, OPERAND)
     dp = tl.zeros([HALF, HALF], tl.float32)
     df = tl.zeros([HALF, HALF], tl.float32)
     of_values = tl.zeros([HALF], tl.float32)
     of_weight = tl.zeros([HALF], tl.float32)
-    ahead = e[:, None] - e[None, :]
+    ahead = e[None, :] - e[:, None]
     made = tl.zeros([HALF, BV], OPERAND)
     lost = tl.zeros([HALF, BV], OPERAND)
     for tile in range(0, (V + BV - 1) // BV):
         columns = tile * BV + tl.arange(0, BV)
         given = load_rows(given_at, here, columns, V).to(OPERAND)
-        for slot in range(W):
-            token, writes = _writers(e, slot, start, count, C)
-            solution = load_rows(_slot_rows(y, number, slot, token, C, SPACE, V), writes, columns, V)
-            coupled = tl.zeros([HALF, HALF], tl.float32)
-            for other in tl.range(W, num_stages=3):  # nothing in it is written here
-                earlier, written = _writers(e, other, start, count, C)
-                residual = load_rows(_slot_rows(rho, number, other, earlier, C, SPACE, V), written, columns, V)
-                within = tl.dot(solution, tl.trans(residual), input_precision=PRECISION)
-                scale = tl.load(scales + other * HALF + e)
-                coupled += tl.where(ahead > slot - other, within, 0.0) * scale[None, :]
-            eta = tl.load(weight + token, mask=writes, other=0.0)
-            tc, tf = _u(log_decay, places, token - 1, OPERAND)
-            df -= coupled * (eta * tl.exp2(tl.where(writes, (tc - mc) + (tf - mf), 0.0)))[:, None]
-            residual = load_rows(_slot_rows(rho, number, slot, token, C, SPACE, V), writes, columns, V)
-            read = tl.dot(given, tl.trans(residual), input_precision=PRECISION)
-            dp += tl.where(ahead >= LAG - slot, read, 0.0) * tl.load(scales + slot * HALF + e)[None, :]
+        for i in range(0, W, SLOTS):
+            residuals = _tiles(rho, number, i, start, count, columns, C, SPACE, V, W, SLOTS)
+            read = tl.zeros([HALF, HALF], tl.float32)
+            for slot in tl.static_range(SLOTS):
+                read = tl.dot(residuals[slot], tl.trans(given), read, input_precision=PRECISION)
+                read = tl.where(ahead >= LAG - i - slot, read, 0.0)
+            dp += read
+            for j in tl.range(0, W, SLOTS, num_stages=3):  # nothing in it is written here
+                solutions = _tiles(y, number, j, start, count, columns, C, SPACE, V, W, SLOTS)
+                coupled = tl.zeros([HALF, HALF], tl.float32)
+                for by in tl.static_range(1 - SLOTS, SLOTS):
+                    for slot in tl.static_range(max(-by, 0), min(SLOTS - by, SLOTS)):
+                        residual, solution = residuals[slot + by], solutions[slot]
+                        coupled = tl.dot(residual, tl.trans(solution), coupled, input_precision=PRECISION)
+                    coupled = tl.where(ahead > j - i - by, coupled, 0.0)
+                df -= coupled
         of_end = tl.zeros([HALF, BV], tl.float32)
         of_value = tl.zeros([HALF, BV], tl.float32)
         of_found = tl.zeros([HALF, BV], tl.float32)
@@ -758,15 +745,17 @@ def _gradients(
             token, writes = _writers(e, slot, start, count, C)
             solution = load_rows(_slot_rows(y, number, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
             residual = load_rows(_slot_rows(rho, number, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
-            eta = tl.load(weight + token, mask=writes, other=0.0)
             tc, tf = _u(log_decay, places, token - 1, OPERAND)
             of_weight += moved(tl.sum(solution * residual, 1), slot, e)
-            of_end += residual * tl.load(scales + slot * HALF + e)[:, None]
-            of_value += solution * eta[:, None]
-            of_found -= solution * (eta * tl.exp2(tc + tf))[:, None]
-        store_rows(v_into, of_value, valued, columns, V)
+            of_end += residual
+            of_value += solution * tl.exp2(tl.where(writes, (mc - tc) + (mf - tf), 0.0))[:, None]
+            of_found -= solution
+        pair = e - (W - 1)
+        v_into = v_rows(grad_v, grad_tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
+        v_into = _or_edge(v_into, edge_v, program, start, e, W, V)
+        store_rows(v_into, of_value, exists(start + pair, start + pair < count, 0, CARRIED), columns, V)
         made = (of_end * tl.exp2((end_c - mc) + (end_f - mf))[:, None]).to(OPERAND)
-        lost = of_found.to(OPERAND)
+        lost = (of_found * tl.exp2(mc + mf)[:, None]).to(OPERAND)
         if V > BV:
             tl.debug_barrier()
             store_rows(_rows_of(y, number, e, SPACE, V), lost, e >= 0, columns, V)
@@ -791,15 +780,19 @@ def _gradients(
     statistic = tl.load(energy + program * TILE + e)
     eta = tl.load(weight + e, mask=here, other=0.0)
     if SMOOTHNESS == 1:
-        unit = _units(top + program * TILE, places, e, here, W)
+        unit = units(top + program * TILE, places, e, here, W)
     else:
         unit = tl.where((e[None, :] >= e[:, None]) & (e[None, :] < e[:, None] + W), 1.0, 0.0)
     rc, rf = _u(log_decay, places, e - LAG, OPERAND)
-    df *= _pairwise(mc[:, None], mf[:, None], mc[None, :], mf[None, :], ahead > -W)
-    dp *= _pairwise(rc[:, None], rf[:, None], mc[None, :], mf[None, :], ahead > LAG - W)
+    tc, tf = _u(log_decay, places, e - 1, OPERAND)
+    uc, uf = _u(log_decay, places, e, OPERAND)
+    of_weight *= tl.exp2((uc - tc) + (uf - tf)) / (_not_zero(eta) * _not_zero(eta))
+    df *= _pairwise(mc[None, :], mf[None, :], mc[:, None], mf[:, None], ahead > -W)
+    dp *= _pairwise(rc[None, :], rf[None, :], mc[:, None], mf[:, None], ahead > LAG - W)
     at_end = tl.exp2(end_c + end_f)
+    x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
     q_at = token_rows(q, low + start, e, head, heads, K)
-    of_read = tl.trans(dp).to(OPERAND)
+    of_read = dp.to(OPERAND)
     into = _part_rows(
         grad_k, grad_previous, grad_tail_x, edge_x, program, sequence, low, start, head, heads, e, K, W, SHIFT, CARRIED
     )
@@ -830,13 +823,13 @@ def _gradients(
         kept += _product(x, left)
         dq *= tl.exp2(rc + rf)[:, None]
         read += tl.sum(dq * query.to(tl.float32), 1)
-        alike = _gram(query, x, alike)
-        dq = tl.dot(dp.to(OPERAND), x, dq, input_precision=PRECISION)
+        alike = _gram(x, query, alike)
+        dq = tl.dot(tl.trans(of_read), x, dq, input_precision=PRECISION)
         store_rows(token_rows(grad_q, low + start, e, head, heads, K), dq, here, kk, K)
         dx = tl.dot(of_read, query, dx + left, input_precision=PRECISION)
         if K > BK:  # until what the energies ask for is known
             store_rows(into, dx, there, kk, K)
-    read += tl.sum(dp * alike, 1)
+    read += tl.sum(dp * alike, 0)
 
     # Cotangents: of u_C `kept`, of u_t -w dw, of u_{t-1} `owed`, `read` of the one that is read. In owed - w dw, of
     # which sums run over tokens, only the values are left. A step's decay is in u_t from its own token on, in u_{t-1}
@@ -870,17 +863,6 @@ def _gradients(
             tl.store(last + kk, tl.zeros([BK], grad_k.dtype.element_ty), mask=(kk < K) & (start + C >= count))
 
 
-@triton.jit
-def _fold(i, pair, tile, W: tl.constexpr, OPERAND: tl.constexpr):
-    """J' tile: rows (t, j) summed by pair, the oldest of the chunk's first."""
-    same = tl.where(i[:, None] == pair[None, :] + (W - 1), 1.0, 0.0)
-    if tl.bfloat16 == OPERAND:
-        high, low = _halves(tile)
-        return tl.dot(same.to(OPERAND), high, tl.dot(same.to(OPERAND), low))
-    else:
-        return tl.dot(same, tile, input_precision="tf32x3")
-
-
 @triton.jit(do_not_specialize=NUMBERS)
 def _add_bound(
     k, previous, tail_x, grad_energy, grad_k, grad_previous, grad_tail_x, edge_x,
@@ -903,6 +885,7 @@ def _add_bound(
     for begin in range(0, C, ROWS // W):
         step = begin + i // W
         pair = step + i % W - (W - 1)
+        fold = tl.where(i[:, None] == pair[None, :] + (W - 1), 1.0, 0.0).to(OPERAND)
         own = (i // W < ROWS // W) & (step < C) & (start + step < count)
         given = tl.load(grad_energy + program * TILE + step, mask=own, other=0.0)
         left = bound_gradients(
@@ -913,7 +896,8 @@ def _add_bound(
             x = window_rows(
                 k, previous, tail_x, sequence, low, count, start, pair, head, heads, kk, K, W, SHIFT, CARRIED
             )
-            part = _fold(i, pair, tl.dot(left, x, input_precision="tf32x3"), W, OPERAND)
+            part = tl.dot(left, x, input_precision="tf32x3")
+            part = _right_wide(fold, part, tl.zeros(part.shape, tl.float32), OPERAND, "tf32x3")
             part += load_rows(at, there, kk, K).to(tl.float32)
             tl.debug_barrier()
             store_rows(at, part, there, kk, K)
@@ -986,8 +970,13 @@ class Plan:
         )
         space = max(layout.chunk * window, 2 * pairs)
         parts = launch.parts(device, chunks)
-        part = max(1, -(-chunks // parts))
-        self.offsets = range(0, chunks, part)
+        groups = layout.sequences if not layout.packed and layout.longest >= parts else 1
+        group_chunks = max(1, layout.chunks // groups)
+        part_chunks = -(-group_chunks // parts)
+        part = groups * part_chunks * heads
+        self.parts = [(group_chunks, part_chunks, o) for o in range(0, group_chunks, part_chunks)][::-1]
+        self.grad_states = (part, value_dim, key_dim)
+        self.between = (groups * (len(self.parts) > 1), heads, key_dim, value_dim)
         self.solved = (part, space, value_dim)
         self.lost, self.made = ((layout.chunks, heads, layout.chunk + pairs, width) for width in (key_dim, value_dim))
         self.edge_x, self.edge_v = ((chunks, window - 1, width) for width in (key_dim, value_dim))
@@ -1003,7 +992,8 @@ class Plan:
 
         base = {
             "K": key_dim, "V": value_dim, "C": layout.chunk, "TILE": pairs, "W": window, "M": tokens, "BLOCK": rows,
-            "PAIRED": min(LONGEST_SOLVE, 16 // window), "ROWS": 16, "SPACE": space, "SHIFT": int(options.shifted),
+            "PAIRED": min(LONGEST_SOLVE, 16 // window), "ROWS": 16, "SPACE": space,
+            "SLOTS": min(SLOTS_BYTES // size, triton.next_power_of_2(window)), "SHIFT": int(options.shifted),
             "CARRIED": carried, "PACKED": layout.packed, "OPERAND": OPERANDS[self.operand], "LAG": int(before),
             # float16 inputs are multiplied as tf32: as precise, without the overflow of what comes from the memory
             "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
@@ -1063,25 +1053,27 @@ def backward(
     def empty(shape, dtype=plan.operand):
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    grad_states = empty(plan.states)
-    plan.reverse(
-        k, previous, tail_x, log_decay, lost, grad_output, grad_final, grad_states, into.memory, *tables[:2],
-        *plan.numbers, flags=(grad_final is not None,),
-    )  # fmt: skip
+    found, left = (empty(plan.between, torch.float32) for _ in range(2))
+    grad_states = empty(plan.grad_states)
     y, rho = empty(plan.solved), empty(plan.solved)
     edge_x, edge_v = empty(plan.edge_x, k.dtype), empty(plan.edge_v, v.dtype)
-    sums, scales = (empty(plan.by_place, torch.float32) for _ in range(2))
+    sums = empty(plan.by_place, torch.float32)
     grad_energy = empty(plan.by_token, torch.float32) if plan.add_bound is not None else None
     keys = into.before.previous_key, into.before.tail_x
-    for offset in plan.offsets:
+    for part in plan.parts:
+        plan.reverse(
+            k, previous, tail_x, log_decay, lost, grad_output, grad_final, found, left, grad_states, into.memory,
+            *tables[:2], *plan.numbers, *part, flags=(grad_final is not None,),
+        )  # fmt: skip
+        found, left = left, found
         plan.solutions(
             q, k, v, previous, tail_x, tail_v, weight, log_decay, states, grad_output, grad_states, y, rho, sums,
-            *tables, *plan.numbers, offset,
+            *tables, *plan.numbers, *part,
         )  # fmt: skip
         plan.gradients(
             q, k, call.gain, call.ridge, previous, previous_valid, tail_x, tail_valid, call.lengths, weight, log_decay,
-            energy, states, top, grad_output, grad_states, y, rho, sums, scales, into.q, into.k, into.v, into.gain,
-            into.ridge, grad_energy, *keys, into.before.tail_v, edge_x, edge_v, *tables, *plan.numbers, offset,
+            energy, states, top, grad_output, grad_states, y, rho, sums, into.q, into.k, into.v, into.gain,
+            into.ridge, grad_energy, *keys, into.before.tail_v, edge_x, edge_v, *tables, *plan.numbers, *part,
         )  # fmt: skip
     if plan.add_bound is not None:
         plan.add_bound(k, previous, tail_x, grad_energy, into.k, *keys, edge_x, *tables, *plan.across)
