@@ -78,6 +78,29 @@ def _diagonal(m, written, d, age, u, w, step, read_u, W: tl.constexpr):
     return tl.where(age == d - W + 1, written[:, None], m), written
 
 
+@triton.jit
+def program_of_part(
+    bounds, first, length, heads, longest, parts,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Of a program that takes a part of a sequence: its sequence, part and head, the sequence's first token and
+    length, the number of its first chunk, and columns [BK] and channels [BV] of a tile of the memory,
+    where the tile's elements lie, and which are in the memory."""
+    tiles = (V + BV - 1) // BV
+    program = tl.program_id(0).to(tl.int64)
+    tile, head = program % tiles, program // tiles % heads
+    part = program // (tiles * heads) % parts
+    sequence = program // (tiles * heads * parts)
+    low, count = span(sequence, bounds, length, PACKED)
+    columns, channels = tl.arange(0, BK), tile.to(tl.int32) * BV + tl.arange(0, BV)
+    number = sequence * longest
+    if PACKED:
+        number = tl.load(first + sequence)
+    inside = (columns < K)[:, None] & (channels < V)[None, :]
+    matrix = columns[:, None] * V + channels[None, :]
+    return sequence, part, head, low, count, number, columns, channels, matrix, inside
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def _pass(
     q, k, v, u, w, c, previous, tail_x, tail_v, initial, output, states, final, part_decay,
@@ -93,20 +116,11 @@ def _pass(
     FROM_ZERO: what the part writes to an empty memory, to `final` [sequence, part, ...], and its log decay.
     c: sums of w exp(u_r - u) over each row's window, w itself where W is 1.
     """
-    tiles = (V + BV - 1) // BV
-    program = tl.program_id(0).to(tl.int64)
-    tile, head = program % tiles, program // tiles % heads
-    part = program // (tiles * heads) % parts
-    sequence = program // (tiles * heads * parts)
-    low, count = span(sequence, bounds, length, PACKED)
-    columns, channels = tl.arange(0, BK), tile.to(tl.int32) * BV + tl.arange(0, BV)
-    number = sequence * longest
-    if PACKED:
-        number = tl.load(first + sequence)
-
-    inside = (columns < K)[:, None] & (channels < V)[None, :]
-    matrix = columns[:, None] * V + channels[None, :]
-    place_of_part = ((sequence * parts + part) * heads + head) * K * V
+    sequence, part, head, low, count, number, columns, channels, matrix, inside = program_of_part(
+        bounds, first, length, heads, longest, parts, K, V, BK, BV, PACKED
+    )
+    part_number = (sequence * parts + part) * heads + head
+    place_of_part = part_number * K * V
     s = tl.zeros([BK, BV], tl.float32)
     if INITIAL:
         s = tl.load(initial + place_of_part + matrix, mask=inside, other=0.0).to(tl.float32)
@@ -163,7 +177,7 @@ def _pass(
 
     if FROM_ZERO:
         tl.store(final + place_of_part + matrix, s, mask=inside)
-        tl.store(part_decay + (sequence * parts + part) * heads + head, total)
+        tl.store(part_decay + part_number, total)
     elif FINAL and part == parts - 1:
         tl.store(final + (sequence * heads + head) * K * V + matrix, s, mask=inside)
 
@@ -181,20 +195,11 @@ def _reverse_pass(
     STORE writes G' of each chunk; FINAL has the first part write the initial memory's to `final`; the rest as in
     `_pass`.
     """
-    tiles = (V + BV - 1) // BV
-    program = tl.program_id(0).to(tl.int64)
-    tile, head = program % tiles, program // tiles % heads
-    part = program // (tiles * heads) % parts
-    sequence = program // (tiles * heads * parts)
-    low, count = span(sequence, bounds, length, PACKED)
-    columns, channels = tl.arange(0, BK), tile.to(tl.int32) * BV + tl.arange(0, BV)
-    number = sequence * longest
-    if PACKED:
-        number = tl.load(first + sequence)
-
-    inside = (columns < K)[:, None] & (channels < V)[None, :]
-    matrix = columns[:, None] * V + channels[None, :]
-    place_of_part = ((sequence * parts + part) * heads + head) * K * V
+    sequence, part, head, low, count, number, columns, channels, matrix, inside = program_of_part(
+        bounds, first, length, heads, longest, parts, K, V, BK, BV, PACKED
+    )
+    part_number = (sequence * parts + part) * heads + head
+    place_of_part = part_number * K * V
     g = tl.zeros([BK, BV], tl.float32)
     if INITIAL:
         g = tl.load(initial + place_of_part + matrix, mask=inside, other=0.0).to(tl.float32)
@@ -221,7 +226,7 @@ def _reverse_pass(
 
     if FROM_ZERO:
         tl.store(final + place_of_part + matrix, g, mask=inside)
-        tl.store(part_decay + (sequence * parts + part) * heads + head, total)
+        tl.store(part_decay + part_number, total)
     elif FINAL and part == 0:
         tl.store(final + (sequence * heads + head) * K * V + matrix, g, mask=inside)
 
@@ -692,41 +697,26 @@ class Plan:
         self.across = (layout.length, layout.longest, self.heads)
         self.schedule = triton_schedule.Plan(layout, self.heads, key_dim, schedule, masked, carried, 1, aligned)
 
-        chunk = {"C": layout.chunk, "PACKED": layout.packed}
-        sizes = {"K": key_dim, "V": value_dim, "BK": key_tile} | chunk
-        tile = {"TILE": layout.chunk + window - 1}
-        rule = {"W": window, "SHIFT": int(schedule.shifted), "CARRIED": carried}
-        numbers = {
-            "OPERAND": OPERANDS[self.operand],
-            "PRECISION": "tf32" if dtype == torch.float16 else "ieee",
-            "LAG": int(before),
-        }
+        base = {
+            "K": key_dim, "V": value_dim, "BK": key_tile, "C": layout.chunk, "TILE": layout.chunk + window - 1,
+            "W": window, "LOOKBACK": triton.next_power_of_2(max(window - 1, 1)), "SHIFT": int(schedule.shifted),
+            "LAG": int(before), "MASKED": masked, "PACKED": layout.packed, "CARRIED": carried,
+            "OPERAND": OPERANDS[self.operand], "PRECISION": "tf32" if dtype == torch.float16 else "ieee",
+        } | schedule.constants()  # fmt: skip
 
-        def options(config, *more):
-            found = {"BV": min(config.value_tile, value_width)} | config.options()
-            for each in more:
-                found |= each
-            return found
+        def launcher(kernel, programs, config, *flags, **more):
+            more["BV"] = min(config.value_tile, value_width)
+            constants = {n: c for n, c in (base | more).items() if n in kernel.arg_names}
+            return Launcher(kernel, (programs,), constants | config.options(), flags, aligned)
 
-        def launcher(kernel, programs, constants, *flags):
-            return Launcher(kernel, (programs,), constants, flags, aligned)
-
-        chunks = layout.chunks * self.heads
-        self.forward = launcher(
-            _pass, rows * self.parts * tiles(forward), options(forward, sizes, tile, rule, numbers),
-            "READ", "STORE", "FINAL", "INITIAL", "FROM_ZERO",
-        )  # fmt: skip
-        self.reverse = launcher(
-            _reverse_pass, rows * self.parts * tiles(reverse), options(reverse, sizes, tile, numbers),
-            "STORE", "FINAL", "INITIAL", "FROM_ZERO",
-        )  # fmt: skip
-        step = {"MASKED": masked} | schedule.constants()
+        programs, chunks = rows * self.parts, layout.chunks * self.heads
+        modes = ("STORE", "FINAL", "INITIAL", "FROM_ZERO")
+        self.forward = launcher(_pass, programs * tiles(forward), forward, "READ", *modes)
+        self.reverse = launcher(_reverse_pass, programs * tiles(reverse), reverse, *modes)
         once = backward.once and value_dim <= 2 * backward.value_tile
-        part = {"BK": min(backward.key_tile, key_tile), "ONCE": once}
-        self.backward = launcher(_chunk_backward, chunks, options(backward, sizes, tile, rule, numbers, step, part))
+        self.backward = launcher(_chunk_backward, chunks, backward, BK=min(backward.key_tile, key_tile), ONCE=once)
         self.lookback_rows = chunks * (window - 1)
-        lookback = {"BV": value_width, "LOOKBACK": triton.next_power_of_2(max(window - 1, 1)), "num_warps": 4}
-        self.lookback = launcher(_add_lookback, chunks, sizes | rule | lookback)
+        self.lookback = launcher(_add_lookback, chunks, launch.Config(value_width, 4, 3))
         self.carry = carry_launcher(rows, (key_dim, value_dim), 1, aligned)
 
 
@@ -743,6 +733,25 @@ def in_parts(plan, run, memory: Tensor | None, reverse: bool) -> Tensor | None:
     run(found, decay)
     plan.carry(found, decay, memory, plan.parts, heads, flags=(memory is not None, reverse))
     return found
+
+
+def reverse_passes(
+    plan, call: Call, kept: Kept, grad_output: Tensor, grad_final: Tensor | None, into: Gradients
+) -> Tensor:
+    """The gradients of the memories that chunks leave; fills that of the initial one."""
+    assert kept.states is not None
+    grad_states = torch.empty_like(kept.states)
+
+    def reverse(initial, states, final, part_decay, from_zero):
+        last = final is not None and not from_zero
+        plan.reverse(
+            call.q, kept.log_decay, grad_output, initial, states, final, part_decay, *call.tables[:2], *plan.along,
+            flags=(states is not None, last, initial is not None, from_zero),
+        )  # fmt: skip
+
+    initial = in_parts(plan, lambda found, decay: reverse(None, None, found, decay, True), grad_final, True)
+    reverse(initial, grad_states, into.memory, None, False)
+    return grad_states
 
 
 def carry_launcher(rows: int, matrix: tuple[int, int], decays: int, aligned: bool) -> Launcher:
@@ -776,19 +785,7 @@ def backward(
 ) -> None:
     q, k, v, before, tables = call.q, call.k, call.v, call.before, call.tables
     weight, log_decay, energy, _, states, *_ = kept
-    assert states is not None
-    grad_states = torch.empty_like(states)
-
-    def reverse(initial, states, final, part_decay, from_zero):
-        last = final is not None and not from_zero
-        plan.reverse(
-            q, log_decay, grad_output, initial, states, final, part_decay, tables.bounds, tables.first, *plan.along,
-            flags=(states is not None, last, initial is not None, from_zero),
-        )  # fmt: skip
-
-    initial = in_parts(plan, lambda found, decay: reverse(None, None, found, decay, True), grad_final, True)
-    reverse(initial, grad_states, into.memory, None, False)
-
+    grad_states = reverse_passes(plan, call, kept, grad_output, grad_final, into)
     old_x = old_v = None
     if plan.lookback_rows:
         old_x, old_v = (t.new_empty(plan.lookback_rows * t.shape[-1]) for t in (k, v))

@@ -67,7 +67,7 @@ from torch import Tensor
 
 from . import launch
 from .launcher import Launcher
-from .triton_additive import carry_launcher, in_parts
+from .triton_additive import carry_launcher, in_parts, program_of_part, reverse_passes
 from .triton_layout import (
     NUMBERS,
     OPERANDS,
@@ -77,7 +77,6 @@ from .triton_layout import (
     load_rows,
     load_tile,
     operand_dtype,
-    span,
     store_rows,
     store_tile,
     token_rows,
@@ -237,15 +236,6 @@ def beyond(tile, references):
 
 
 @triton.jit
-def as_product(tile):
-    """tile [C, BV] in float32, laid out over threads as products are. What is computed of loads and of products would
-    else be computed in both layouts, or cross over between them each time."""
-    left = tl.zeros([tile.shape[0], 16], tl.bfloat16)
-    right = tl.zeros([16, tile.shape[1]], tl.bfloat16)
-    return tl.dot(left, right, tile.to(tl.float32))
-
-
-@triton.jit
 def through_chunk(
     found, scores, given, u, row, channels, nothing, BACK: tl.constexpr, LAG: tl.constexpr, SPANS: tl.constexpr,
     V: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
@@ -289,19 +279,9 @@ def _pass(
     INITIAL starts from `initial` [sequence, part, ...], else from zero; FINAL has the last part write `final`.
     FROM_ZERO: what the part writes to an empty memory, to `final` [sequence, part, ...], and its log decays.
     """
-    tiles = (V + BV - 1) // BV
-    program = tl.program_id(0).to(tl.int64)
-    tile, head = program % tiles, program // tiles % heads
-    part = program // (tiles * heads) % parts
-    sequence = program // (tiles * heads * parts)
-    low, count = span(sequence, bounds, length, PACKED)
-    columns, channels = tl.arange(0, BK), tile.to(tl.int32) * BV + tl.arange(0, BV)
-    number = sequence * longest
-    if PACKED:
-        number = tl.load(first + sequence)
-
-    inside = (columns < K)[:, None] & (channels < V)[None, :]
-    matrix = columns[:, None] * V + channels[None, :]
+    sequence, part, head, low, count, number, columns, channels, matrix, inside = program_of_part(
+        bounds, first, length, heads, longest, parts, K, V, BK, BV, PACKED
+    )
     part_number = (sequence * parts + part) * heads + head
     s = tl.zeros([BK, BV], tl.float32)
     if INITIAL:
@@ -352,19 +332,9 @@ def _reverse_pass(
     STORE writes that of what each chunk leaves; FINAL has the first part write the initial memory's to `final`; the
     rest as in `_pass`.
     """
-    tiles = (V + BV - 1) // BV
-    program = tl.program_id(0).to(tl.int64)
-    tile, head = program % tiles, program // tiles % heads
-    part = program // (tiles * heads) % parts
-    sequence = program // (tiles * heads * parts)
-    low, count = span(sequence, bounds, length, PACKED)
-    columns, channels = tl.arange(0, BK), tile.to(tl.int32) * BV + tl.arange(0, BV)
-    number = sequence * longest
-    if PACKED:
-        number = tl.load(first + sequence)
-
-    inside = (columns < K)[:, None] & (channels < V)[None, :]
-    matrix = columns[:, None] * V + channels[None, :]
+    sequence, part, head, low, count, number, columns, channels, matrix, inside = program_of_part(
+        bounds, first, length, heads, longest, parts, K, V, BK, BV, PACKED
+    )
     part_number = (sequence * parts + part) * heads + head
     g = tl.zeros([BK, BV], tl.float32)
     if INITIAL:
@@ -434,7 +404,7 @@ def _read(
         return
     row = tl.arange(0, C)
     there = row < count - start
-    zero = tl.minimum(count - start, 0) * 64  # to the compiler any number: it unrolls no loop, with all of its loads
+    zero = tl.minimum(count - start, 0) * 64  # to the compiler any number, as in `through_chunk`
     u = log_decay + program * C * V
     q_at = token_rows(q, low + start, row, head, heads, K)
     x_at = x_rows(k, previous, previous, sequence, low, start, row, head, heads, K, 1, SHIFT, CARRIED)
@@ -637,7 +607,7 @@ def _key_gradients(
         return
     row = tl.arange(0, C)
     there = row < count - start
-    zero = tl.minimum(count - start, 0) * 64  # to the compiler any number: it unrolls no loop, with all of its loads
+    zero = tl.minimum(count - start, 0) * 64  # to the compiler any number, as in `through_chunk`
     u = log_decay + program * C * V
     wide = ((low + start) * heads + head) * V
     below = row * (heads * V)
@@ -835,22 +805,10 @@ def rates(plan: Plan, call: Call, gram: Tensor | None) -> tuple[Tensor, Tensor, 
 def backward(
     plan: Plan, call: Call, kept: Kept, grad_output: Tensor, grad_final: Tensor | None, into: Gradients
 ) -> None:
-    _, log_decay, _, _, states, *_ = kept
-    assert states is not None
-    grad_states = torch.empty_like(states)
-
-    def reverse(initial, states, final, part_decay, from_zero):
-        last = final is not None and not from_zero
-        plan.reverse(
-            call.q, log_decay, grad_output, initial, states, final, part_decay, *call.tables[:2], *plan.along,
-            flags=(states is not None, last, initial is not None, from_zero),
-        )  # fmt: skip
-
-    initial = in_parts(plan, lambda found, decay: reverse(None, None, found, decay, True), grad_final, True)
-    reverse(initial, grad_states, into.memory, None, False)
+    grad_states = reverse_passes(plan, call, kept, grad_output, grad_final, into)
     grad_z = torch.empty(call.v.shape, dtype=plan.operand, device=call.q.device)
     plan.ask(
-        call.q, call.k, grad_output, None, None, log_decay, call.before.previous_key, grad_states, grad_z,
+        call.q, call.k, grad_output, None, None, kept.log_decay, call.before.previous_key, grad_states, grad_z,
         *call.tables, *plan.numbers,
     )  # fmt: skip
     gradients(plan, call, kept, grad_output, grad_z, grad_states, grad_final, into)

@@ -201,7 +201,7 @@ def load_tile(at, there, columns, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_tile_again(at, zero, there, columns, WIDTH: tl.constexpr):
-    """`load_tile` from cache, of what the compiler would else keep in registers since the first time.
+    """`load_tile` from cache, as `load_rows_again`.
 
     zero: not known to the compiler, so that it does not keep addresses either; a multiple of 64 to it.
     """

@@ -49,9 +49,8 @@ W, where it is needed, is formed again as fast as it is read, and would be a six
 where the gradient of q will be, and Y or dZ where that of v will be if all value channels are one tile: beside
 gradients it needs room for G alone.
 
-Decays enter as exp(u_t - u_s), s <= t only. The schedule sums u, for other than bfloat16 inputs in two parts, one of
-them rounded to 2^-12 so that its sums and differences are exact while |u| < 4,096, so that a difference is as accurate
-as if no other step were in it.
+Decays enter as exp(u_t - u_s), s <= t only. The schedule sums u, for other than bfloat16 inputs in two parts
+(triton_schedule.py), so that a difference is as accurate as if no other step were in it.
 """
 
 import torch
@@ -74,6 +73,8 @@ from .triton_layout import (
     span,
     store_rows,
     store_tile,
+    token_rows,
+    x_rows,
 )
 from .triton_schedule import (
     Call,
@@ -81,6 +82,9 @@ from .triton_schedule import (
     Kept,
     Options,
     Shape,
+    _at_end,
+    _pairwise,
+    gain_and_ridge,
     pair_exists,
     step_gradients,
     steps,
@@ -93,26 +97,9 @@ STORED = tl.constexpr(10 * 16 * 16)  # of each part of A^-1: the blocks of 16 to
 
 
 @triton.jit
-def _rows(base, token, head, heads, i, WIDTH: tl.constexpr):
-    """Pointers to the rows of `head` of the tokens i after `token`: one of 64 bits, and offsets of 32."""
-    return base + (token * heads + head) * WIDTH + i * (heads * WIDTH)
-
-
-@triton.jit
 def _tile_at(base, token, head, heads, i, WIDTH: tl.constexpr):
-    """The same for `load_tile`."""
+    """`token_rows` for `load_tile`."""
     return base + (token * heads + head) * WIDTH, i * (heads * WIDTH)
-
-
-@triton.jit
-def _x_rows(
-    k, previous, sequence, low, start, head, heads, i, K: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr
-):  # fmt: skip
-    """Pointers to the write features of the places start + i; the keys themselves are shifted by SHIFT."""
-    rows = _rows(k, low + start - SHIFT, head, heads, i, K)
-    if SHIFT and CARRIED:
-        rows = tl.where(start + i == 0, previous + (sequence * heads + head) * K, rows)
-    return rows
 
 
 @triton.jit
@@ -122,6 +109,13 @@ def _turned(rows, columns, there, WIDTH: tl.constexpr):
         return rows[None, :] + columns[:, None], there[None, :]
     else:
         return rows[None, :] + columns[:, None], there[None, :] & (columns < WIDTH)[:, None]
+
+
+@triton.jit
+def _load_turned(rows, columns, there, WIDTH: tl.constexpr):
+    """[columns, R] of rows of WIDTH numbers, 0 past the width and where not `there`."""
+    at, mask = _turned(rows, columns, there, WIDTH)
+    return tl.load(at, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -160,21 +154,6 @@ def _running(log_decay, places, i, LAG: tl.constexpr, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def _at_end(log_decay, places, C: tl.constexpr, OPERAND: tl.constexpr):
-    """u_C in two parts."""
-    if tl.bfloat16 == OPERAND:
-        return tl.load(log_decay + C - 1), 0.0
-    else:
-        return tl.load(log_decay + C - 1), tl.load(log_decay + places + C - 1)
-
-
-@triton.jit
-def _pairwise(to_coarse, to_fine, from_coarse, from_fine, mask):
-    """exp(to - from) where `mask`, 0 elsewhere; both given in two parts, already shaped to broadcast."""
-    return tl.exp2(tl.where(mask, (to_coarse - from_coarse) + (to_fine - from_fine), float("-inf")))
-
-
-@triton.jit
 def _settled(sums, i):
     """The same numbers by way of shared memory. The compiler puts off other sums, and keeps what they are of, until it
     runs out of registers; and numbers of a chunk that rows are multiplied by it would else compute in every thread."""
@@ -206,7 +185,8 @@ def _exact(a, b, total, OPERAND: tl.constexpr):
 
 @triton.jit
 def _left_wide(a, b, total, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """total + a b with a in float32 or, where b is bfloat16, in 16 bits of it."""
+    """total + a b with a in float32 or, where b is bfloat16, in 16 bits of it: with less, W and U of keys that repeat
+    at gains near 2 lose another two bits."""
     if tl.bfloat16 == OPERAND:
         high, low = _halves(a)
         return tl.dot(high, b, tl.dot(low, b, total))
@@ -348,18 +328,15 @@ def _invert(
         real = tl.load(lengths + sequence).to(tl.int32)
     active = pair_exists(start + step, real, previous_valid, previous_valid, sequence, 1, SHIFT, CARRIED)
     token = (low + start + step) * heads + head
-    beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
-    base = tl.zeros([C], tl.float32)
-    if RIDGE > 0:
-        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
+    beta, base = gain_and_ridge(gain, ridge, token, active, RIDGE)
     i = tl.arange(0, 16)
     p0 = start + i
     p1, p2, p3 = p0 + 16, p0 + 32, p0 + 48
     in0, in1, in2, in3 = p0 < count, p1 < count, p2 < count, p3 < count
-    x0 = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
-    x1 = _x_rows(k, previous, sequence, low, start, head, heads, i + 16, K, SHIFT, CARRIED)
-    x2 = _x_rows(k, previous, sequence, low, start, head, heads, i + 32, K, SHIFT, CARRIED)
-    x3 = _x_rows(k, previous, sequence, low, start, head, heads, i + 48, K, SHIFT, CARRIED)
+    x0 = x_rows(k, previous, previous, sequence, low, start, i, head, heads, K, 1, SHIFT, CARRIED)
+    x1 = x_rows(k, previous, previous, sequence, low, start, i + 16, head, heads, K, 1, SHIFT, CARRIED)
+    x2 = x_rows(k, previous, previous, sequence, low, start, i + 32, head, heads, K, 1, SHIFT, CARRIED)
+    x3 = x_rows(k, previous, previous, sequence, low, start, i + 48, head, heads, K, 1, SHIFT, CARRIED)
     there0 = exists(p0, in0, SHIFT, CARRIED)
 
     none = tl.zeros([16, 16], tl.float32)
@@ -439,17 +416,6 @@ def _invert(
 # What does not depend on other chunks
 
 
-@triton.jit
-def _wide_dot(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """a b with a in float32 or, where b is bfloat16, in 16 bits of it: with less, W and U of keys that repeat at gains
-    near 2 lose another two bits."""
-    if tl.bfloat16 == OPERAND:
-        high, low = _halves(a)
-        return tl.dot(high, b, tl.dot(low, b))
-    else:
-        return tl.dot(a, b, input_precision=PRECISION)
-
-
 @triton.jit(do_not_specialize=NUMBERS)
 def _prepare(
     q, k, values, previous, weight, log_decay, inverse, w, out, bounds, first, owner, length, longest, heads, places,
@@ -469,7 +435,7 @@ def _prepare(
     here = place < count
     eta = tl.load(weight + i)
     before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
-    x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
+    x_at = x_rows(k, previous, previous, sequence, low, start, i, head, heads, K, 1, SHIFT, CARRIED)
     there = exists(place, here, SHIFT, CARRIED)
 
     solved = _inverse_of(inverse, program, i[:, None], i[None, :], 0, OPERAND).to(tl.float32)
@@ -480,9 +446,10 @@ def _prepare(
     for begin in range(0, K, BK):
         kk = begin + tl.arange(0, BK)
         x = load_rows(x_at, there, kk, K).to(OPERAND)
-        store_rows(_rows(w, low + start, head, heads, i, K), _wide_dot(left, x, OPERAND, PRECISION), here, kk, K)
+        w_at = token_rows(w, low + start, i, head, heads, K)
+        store_rows(w_at, _left_wide(left, x, tl.zeros(x.shape, tl.float32), OPERAND, PRECISION), here, kk, K)
         if ADJOINT:
-            queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
+            queries = load_rows(token_rows(q, low + start, i, head, heads, K), here, kk, K).to(OPERAND)
             scores = tl.dot(x, tl.trans(queries), scores, input_precision=PRECISION)
     if ADJOINT:
         uc, uf = _running(log_decay, places, i, 0, OPERAND)
@@ -494,12 +461,12 @@ def _prepare(
         left = solved * eta[None, :]
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
-        y = load_rows(_rows(values, low + start, head, heads, i, V), here, columns, V).to(OPERAND)
+        y = load_rows(token_rows(values, low + start, i, head, heads, V), here, columns, V).to(OPERAND)
         if ADJOINT:
             y = tl.dot(left.to(OPERAND), y, input_precision=PRECISION)
         else:
-            y = _wide_dot(left, y, OPERAND, PRECISION)
-        store_rows(_rows(out, low + start, head, heads, i, V), y, here, columns, V)
+            y = _left_wide(left, y, tl.zeros(y.shape, tl.float32), OPERAND, PRECISION)
+        store_rows(token_rows(out, low + start, i, head, heads, V), y, here, columns, V)
 
 
 # Forward over the chunks, and the read
@@ -539,10 +506,10 @@ def _carry(
         here = place < count
         uc, uf = _running(decays, places, i, 0, OPERAND)
         end_c, end_f = _at_end(decays, places, C, OPERAND)
-        x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
+        x_at = x_rows(k, previous, previous, sequence, low, start, i, head, heads, K, 1, SHIFT, CARRIED)
         x = load_rows(x_at, exists(place, here, SHIFT, CARRIED), kk, K).to(OPERAND)
-        lost = load_rows(_rows(w, low + start, head, heads, i, K), here, kk, K)
-        at, mask = _turned(_rows(z, low + start, head, heads, i, V), columns, here, V)
+        lost = load_rows(token_rows(w, low + start, i, head, heads, K), here, kk, K)
+        at, mask = _turned(token_rows(z, low + start, i, head, heads, V), columns, here, V)
         residual = -_negative(at, mask, C, OPERAND)
         residual -= tl.dot(s.to(OPERAND), tl.trans(lost), input_precision=PRECISION)
         tl.store(at, residual, mask=mask)
@@ -562,7 +529,7 @@ def _halves_of(inverse, chunk, i, C: tl.constexpr, OPERAND: tl.constexpr):
 
 @triton.jit
 def _times_halves(a, rounded, rest, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """a times the sum of both, as wide as `_wide_dot`: else nothing is right where keys repeat at gains near 2."""
+    """a times the sum of both: with one alone nothing is right where keys repeat at gains near 2."""
     if tl.bfloat16 == OPERAND:
         return tl.dot(a, rounded, tl.dot(a, rest))
     else:
@@ -585,19 +552,18 @@ def _pass(
     kk, i = tl.arange(0, BK), tl.arange(0, C)
     own, inside = _turned((sequence * heads + head) * K * V + kk * V, columns, kk < K, V)
     s = tl.load(memory + own, mask=inside, other=0.0) if CARRIED else tl.zeros([BV, BK], tl.float32)
-    at, mask = _turned(_rows(v, low, head, heads, i, V), columns, i < count, V)
-    values = tl.load(at, mask=mask, other=0.0).to(OPERAND)
+    values = _load_turned(token_rows(v, low, i, head, heads, V), columns, i < count, V).to(OPERAND)
     for start in range(0, count, C):
         chunk = (number + start // C) * heads + head
         decays = log_decay + chunk * C
         place = start + i
         here = place < count
-        x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
+        x_at = x_rows(k, previous, previous, sequence, low, start, i, head, heads, K, 1, SHIFT, CARRIED)
         x = load_rows(x_at, exists(place, here, SHIFT, CARRIED), kk, K).to(OPERAND)
-        queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
+        queries = load_rows(token_rows(q, low + start, i, head, heads, K), here, kk, K).to(OPERAND)
         rounded, rest = _halves_of(inverse, chunk, i, C, OPERAND)
-        at, mask = _turned(_rows(v, low + start + C, head, heads, i, V), columns, place + C < count, V)
-        next_values = tl.load(at, mask=mask, other=0.0).to(OPERAND)
+        v_at = token_rows(v, low + start + C, i, head, heads, V)
+        next_values = _load_turned(v_at, columns, place + C < count, V).to(OPERAND)
         eta = tl.load(weight + chunk * C + i)
         uc, uf = _running(decays, places, i, 0, OPERAND)
         rc, rf = _running(decays, places, i, LAG, OPERAND)
@@ -612,7 +578,7 @@ def _pass(
         residual = (_settled(eta, i)[None, :] * values.to(tl.float32) - known).to(OPERAND)
         residual = _times_halves(residual, tl.trans(rounded), tl.trans(rest), OPERAND, PRECISION)
         if KEEP:
-            into, mask = _turned(_rows(z, low + start, head, heads, i, V), columns, here, V)
+            into, mask = _turned(token_rows(z, low + start, i, head, heads, V), columns, here, V)
             tl.store(into, residual, mask=mask)
         left = (residual * _settled(tl.exp2((end_c - uc) + (end_f - uf)), i)[None, :]).to(OPERAND)
         s = tl.dot(left, x, s * tl.exp2(end_c + end_f), input_precision=PRECISION)
@@ -622,7 +588,7 @@ def _pass(
         scores *= _pairwise(_settled(rc, i)[None, :], rf[None, :], uc[:, None], uf[:, None], seen)
         out = tl.dot(found, tl.trans(queries), input_precision=PRECISION) * _settled(tl.exp2(rc + rf), i)[None, :]
         out = tl.dot(residual.to(OPERAND), scores.to(OPERAND), out, input_precision=PRECISION)
-        into, mask = _turned(_rows(output, low + start, head, heads, i, V), columns, here, V)
+        into, mask = _turned(token_rows(output, low + start, i, head, heads, V), columns, here, V)
         tl.store(into, out, mask=mask)
         values = next_values
     if FINAL:
@@ -648,14 +614,14 @@ def _read(
     i = tl.arange(0, C)
     place = start + i
     here = place < count
-    x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
+    x_at = x_rows(k, previous, previous, sequence, low, start, i, head, heads, K, 1, SHIFT, CARRIED)
     there = exists(place, here, SHIFT, CARRIED)
 
     scores = tl.zeros([C, C], tl.float32)
     out = tl.zeros([C, BV], tl.float32)
     for begin in range(0, K, BK):
         kk = begin + tl.arange(0, BK)
-        queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
+        queries = load_rows(token_rows(q, low + start, i, head, heads, K), here, kk, K).to(OPERAND)
         x = load_rows(x_at, there, kk, K).to(OPERAND)
         s = _load_state(states, columns, kk, V, K)
         scores = tl.dot(queries, tl.trans(x), scores, input_precision=PRECISION)
@@ -665,9 +631,9 @@ def _read(
     seen = i[:, None] >= i[None, :] + LAG
     scores *= _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
     out *= tl.exp2(rc + rf)[:, None]
-    residual = load_rows(_rows(z, low + start, head, heads, i, V), here, columns, V)
+    residual = load_rows(token_rows(z, low + start, i, head, heads, V), here, columns, V)
     out = tl.dot(scores.to(OPERAND), residual, out, input_precision=PRECISION)
-    store_rows(_rows(output, low + start, head, heads, i, V), out, here, columns, V)
+    store_rows(token_rows(output, low + start, i, head, heads, V), out, here, columns, V)
 
 
 # Backward
@@ -700,13 +666,13 @@ def _reverse(
         uc, uf = _running(decays, places, i, 0, OPERAND)
         rc, rf = _running(decays, places, i, LAG, OPERAND)
         end_c, end_f = _at_end(decays, places, C, OPERAND)
-        x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
+        x_at = x_rows(k, previous, previous, sequence, low, start, i, head, heads, K, 1, SHIFT, CARRIED)
         x = load_rows(x_at, exists(place, here, SHIFT, CARRIED), kk, K).to(OPERAND)
-        queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
-        lost = load_rows(_rows(w, low + start, head, heads, i, K), here, kk, K)
-        at, mask = _turned(_rows(grad_output, low + start, head, heads, i, V), columns, here, V)
-        given = tl.load(at, mask=mask, other=0.0).to(tl.float32) * tl.exp2(rc + rf)[None, :]
-        at, mask = _turned(_rows(grad_z, low + start, head, heads, i, V), columns, here, V)
+        queries = load_rows(token_rows(q, low + start, i, head, heads, K), here, kk, K).to(OPERAND)
+        lost = load_rows(token_rows(w, low + start, i, head, heads, K), here, kk, K)
+        given = _load_turned(token_rows(grad_output, low + start, i, head, heads, V), columns, here, V)
+        given = given.to(tl.float32) * tl.exp2(rc + rf)[None, :]
+        at, mask = _turned(token_rows(grad_z, low + start, i, head, heads, V), columns, here, V)
         dz = tl.dot(g.to(OPERAND), tl.trans(x), input_precision=PRECISION)
         dz = dz * tl.exp2((end_c - uc) + (end_f - uf))[None, :] - _negative(at, mask, C, OPERAND)
         tl.store(at, dz, mask=mask)
@@ -740,11 +706,10 @@ def _reverse_pass(
         store_rows(grad_states + chunk * (V * K) + columns * K, g, columns < V, kk, K)
         place = start + i
         here = place < count
-        x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
+        x_at = x_rows(k, previous, previous, sequence, low, start, i, head, heads, K, 1, SHIFT, CARRIED)
         x = load_rows(x_at, exists(place, here, SHIFT, CARRIED), kk, K).to(OPERAND)
-        queries = load_rows(_rows(q, low + start, head, heads, i, K), here, kk, K).to(OPERAND)
-        at, mask = _turned(_rows(grad_output, low + start, head, heads, i, V), columns, here, V)
-        given = tl.load(at, mask=mask, other=0.0).to(OPERAND)
+        queries = load_rows(token_rows(q, low + start, i, head, heads, K), here, kk, K).to(OPERAND)
+        given = _load_turned(token_rows(grad_output, low + start, i, head, heads, V), columns, here, V).to(OPERAND)
         rounded, rest = _halves_of(inverse, chunk, i, C, OPERAND)
         eta = tl.load(weight + chunk * C + i)
         uc, uf = _running(decays, places, i, 0, OPERAND)
@@ -759,7 +724,7 @@ def _reverse_pass(
         dz *= _settled(tl.exp2((end_c - uc) + (end_f - uf)), i)[None, :]
         dz = tl.dot(given, scores.to(OPERAND), dz, input_precision=PRECISION)
         solved = _times_halves(dz.to(OPERAND), rounded, rest, OPERAND, PRECISION)
-        into, mask = _turned(_rows(y, low + start, head, heads, i, V), columns, here, V)
+        into, mask = _turned(token_rows(y, low + start, i, head, heads, V), columns, here, V)
         tl.store(into, solved, mask=mask)
         given = (given.to(tl.float32) * _settled(tl.exp2(rc + rf), i)[None, :]).to(OPERAND)
         g = tl.dot(given, queries, g * tl.exp2(end_c + end_f), input_precision=PRECISION)
@@ -820,16 +785,13 @@ def _gradients(
         real = tl.load(lengths + sequence).to(tl.int32)
     row = (low + place) * heads + head
     active = pair_exists(place, real, previous_valid, previous_valid, sequence, 1, SHIFT, CARRIED)
-    beta = tl.load(gain + row, mask=active, other=0.0).to(tl.float32)
-    coefficient = tl.zeros([C], tl.float32)
-    if RIDGE > 0:
-        coefficient = tl.load(ridge + row, mask=active, other=0.0).to(tl.float32)
+    beta, coefficient = gain_and_ridge(gain, ridge, row, active, RIDGE)
     statistic = tl.load(energy + program * C + i)
-    given_at = _rows(grad_output, low + start, head, heads, i, V)
-    y_at = _rows(y_or_dz, low + start, head, heads, i, V)
-    z_at = _rows(z, low + start, head, heads, i, V)
-    q_at = _rows(q, low + start, head, heads, i, K)
-    x_at = _x_rows(k, previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
+    given_at = token_rows(grad_output, low + start, i, head, heads, V)
+    y_at = token_rows(y_or_dz, low + start, i, head, heads, V)
+    z_at = token_rows(z, low + start, i, head, heads, V)
+    q_at = token_rows(q, low + start, i, head, heads, K)
+    x_at = x_rows(k, previous, previous, sequence, low, start, i, head, heads, K, 1, SHIFT, CARRIED)
     kk, columns = tl.arange(0, BK), tl.arange(0, BV)
     eta = tl.load(weight + i)
     uc, uf = _running(log_decay, places, i, 0, OPERAND)
@@ -837,7 +799,7 @@ def _gradients(
     before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
     end_c, end_f = _at_end(log_decay, places, C, OPERAND)
     minus = _settled(-eta * tl.exp2((before_c - rc) + (before_f - rf)), i)
-    into = _x_rows(grad_k, grad_previous, sequence, low, start, head, heads, i, K, SHIFT, CARRIED)
+    into = x_rows(grad_k, grad_previous, grad_previous, sequence, low, start, i, head, heads, K, 1, SHIFT, CARRIED)
     read, gram, dx = tl.zeros([C], tl.float32), tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
     if V > BV:
         given_at = _tile_at(grad_output, low + start, head, heads, i, V)
@@ -897,7 +859,7 @@ def _gradients(
             x = load_rows(x_at, there, kk, K).to(OPERAND)
             queries = load_rows(q_at, here, kk, K).to(OPERAND)
             dq = tl.dot(scores_left, x, dq * tl.exp2(rc + rf)[:, None], input_precision=PRECISION)
-            store_rows(_rows(grad_q, low + start, head, heads, i, K), dq, here, kk, K)
+            store_rows(token_rows(grad_q, low + start, i, head, heads, K), dq, here, kk, K)
             read += tl.sum(queries.to(tl.float32) * dq, 1)
             dx *= (minus * tl.exp2(rc + rf))[:, None]
             owed += tl.sum(x.to(tl.float32) * dx, 1)
@@ -926,7 +888,7 @@ def _gradients(
         y = _solved(rounded, rest, y, SOLVED, OPERAND, PRECISION)
         found = (minus[:, None] * y).to(OPERAND)
         gained = _settled(tl.sum(y * residual.to(tl.float32), 1), i)
-        store_rows(_rows(grad_v, low + start, head, heads, i, V), eta[:, None] * y, here, columns, V)
+        store_rows(token_rows(grad_v, low + start, i, head, heads, V), eta[:, None] * y, here, columns, V)
         scores = tl.dot(given, tl.trans(residual), input_precision=PRECISION)
         seen = i[:, None] >= i[None, :] + LAG
         decay = _pairwise(_settled(rc, i)[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
@@ -949,7 +911,7 @@ def _gradients(
             q_again = load_rows_again(q_at, here, kk, K)
             dq = tl.dot(given, s, input_precision=PRECISION) * tl.exp2(rc + rf)[:, None]
             dq = tl.dot(scores_left, x, dq, input_precision=PRECISION)
-            store_rows(_rows(grad_q, low + start, head, heads, i, K), dq, here, kk, K)
+            store_rows(token_rows(grad_q, low + start, i, head, heads, K), dq, here, kk, K)
             read += tl.sum(q_again.to(tl.float32) * dq, 1)
         read = _settled(read, i)
 

@@ -7,7 +7,7 @@ windows, [2, ...], behind them sums over each window of w exp(u - u of the write
 chunk's start, and from its last token on are those of its end: one sum, [1, ...], or with PARTS of 2, [2, ...],
 the sum of the decays rounded down to multiples of 2^-12, which is exact while it is below 4,096, and that of the rest.
 
-The backward is the end of each core's: `token_gradients`, of what it has in registers. falcon_1, whose inverse needs
+The backward is the end of each core's: `step_gradients`, of what it has in registers. falcon_1, whose inverse needs
 the squared norms anyway, has no launch of its own for it: `_invert` fills the same tensors with `steps`.
 
 Floor a token and head: K keys read, 8 bytes in and 12 out.
@@ -110,6 +110,16 @@ def _decayed(numbers, row, by, u):
 
 
 @triton.jit
+def gain_and_ridge(gain, ridge, token, active, RIDGE: tl.constexpr):
+    """[R] gains and ridges of the tokens that are `active`, else 0; ridges are 0 where the rule has none."""
+    beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
+    base = tl.zeros(token.shape, tl.float32)
+    if RIDGE > 0:
+        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
+    return beta, base
+
+
+@triton.jit
 def steps(
     beta, base, statistic, active, RIDGE: tl.constexpr, DIRECT: tl.constexpr, CAPPED: tl.constexpr,
     EPSILON: tl.constexpr, FLOOR: tl.constexpr,
@@ -151,6 +161,21 @@ def _bounds(log_decay, places, begin, M: tl.constexpr, TILE: tl.constexpr, OPERA
         bf = tl.where(begin > 0, tl.load(log_decay + places + before), 0.0)
         ef = tl.load(log_decay + places + last)
     return bc, bf, ec, ef
+
+
+@triton.jit
+def _at_end(log_decay, places, C: tl.constexpr, OPERAND: tl.constexpr):
+    """u_C in two parts."""
+    if tl.bfloat16 == OPERAND:
+        return tl.load(log_decay + C - 1), 0.0
+    else:
+        return tl.load(log_decay + C - 1), tl.load(log_decay + places + C - 1)
+
+
+@triton.jit
+def _pairwise(to_coarse, to_fine, from_coarse, from_fine, mask):
+    """exp(to - from) where `mask`, 0 elsewhere; both given in two parts, already shaped to broadcast."""
+    return tl.exp2(tl.where(mask, (to_coarse - from_coarse) + (to_fine - from_fine), float("-inf")))
 
 
 @triton.jit
@@ -197,10 +222,7 @@ def _forward(
     statistic = statistic / size
     token = (low + place) * heads + head
     active = there & stored
-    beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
-    base = tl.zeros([TILE], tl.float32)
-    if RIDGE > 0:
-        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
+    beta, base = gain_and_ridge(gain, ridge, token, active, RIDGE)
     eta, decay = steps(beta, base, statistic, active, RIDGE, DIRECT, CAPPED, EPSILON, FLOOR)
     eta = eta / size
     number = program * TILE + step
@@ -245,28 +267,6 @@ def step_gradients(
         if not DETACH:
             grad_energy += grad_used * base
     return tl.where(active, grad_gain, 0.0), tl.where(active, grad_ridge, 0.0), tl.where(active, grad_energy, 0.0)
-
-
-@triton.jit
-def token_gradients(
-    place, token, active, gain, ridge, statistic, grad_weight, grad_decay, previous_valid, tail_valid, sequence, count,
-    W: tl.constexpr, SHIFT: tl.constexpr, CARRIED: tl.constexpr, RIDGE: tl.constexpr, DIRECT: tl.constexpr,
-    CAPPED: tl.constexpr, DETACH: tl.constexpr, EPSILON: tl.constexpr, FLOOR: tl.constexpr,
-):  # fmt: skip
-    """Gradients of gain, of ridge, and of the window's sum of squared norms, for the tokens `place` [R]; else 0.
-
-    token: [R] where gain and ridge lie; statistic, grad_weight, grad_decay: [R] energy, and gradients of weight and
-    natural log decay.
-    """
-    size = window_size(place, count, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    beta = tl.load(gain + token, mask=active, other=0.0).to(tl.float32)
-    base = beta * 0.0
-    if RIDGE > 0:
-        base = tl.load(ridge + token, mask=active, other=0.0).to(tl.float32)
-    of_gain, of_ridge, of_energy = step_gradients(
-        beta, base, statistic, grad_weight / size, grad_decay, active, RIDGE, DIRECT, CAPPED, DETACH, EPSILON, FLOOR
-    )
-    return of_gain, of_ridge, of_energy / size
 
 
 class Options(NamedTuple):

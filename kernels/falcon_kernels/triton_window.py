@@ -108,13 +108,12 @@ from .triton_layout import (
     x_rows,
 )
 from .triton_regression import (
-    _at_end,
     _exact,
     _gram,
     _left_wide,
     _load_state,
+    _load_turned,
     _negative,
-    _pairwise,
     _product,
     _right_wide,
     _turned,
@@ -125,8 +124,11 @@ from .triton_schedule import (
     Kept,
     Options,
     Shape,
+    _at_end,
     _bounds,
+    _pairwise,
     _u,
+    gain_and_ridge,
     pair_exists,
     step_gradients,
     window_size,
@@ -302,10 +304,8 @@ def _local(
     q_at = token_rows(q, low + start, e, head, heads, K)
     for begin in range(0, K, BK):
         kk = begin + tl.arange(0, BK)
-        at, mask = _turned(x_at, kk, there, K)
-        x = tl.load(at, mask=mask, other=0.0).to(OPERAND)
-        at, mask = _turned(q_at, kk, here, K)
-        tile = -tl.load(at, mask=mask, other=0.0).to(tl.float32) * tl.exp2(rc + rf)[None, :]
+        x = _load_turned(x_at, kk, there, K).to(OPERAND)
+        tile = -_load_turned(q_at, kk, here, K).to(tl.float32) * tl.exp2(rc + rf)[None, :]
         at, mask = _turned(_rows_of_map(lost, program, e, C, W, K), kk, e < C, K)
         tl.store(at, _right_wide(x, read_b, tile, OPERAND, PRECISION), mask=mask)
         at, mask = _turned(_rows_of_map(lost, program, HALF + e, C, W, K), kk, e >= 0, K)
@@ -316,8 +316,7 @@ def _local(
     for begin in range(0, V, BV):
         columns = begin + tl.arange(0, BV)
         none = tl.zeros([BV, HALF], tl.float32)
-        at, mask = _turned(v_at, columns, valued, V)
-        y = tl.load(at, mask=mask, other=0.0).to(OPERAND)
+        y = _load_turned(v_at, columns, valued, V).to(OPERAND)
         at, mask = _turned(_rows_of_map(made, program, e, C, W, V), columns, here, V)
         tl.store(at, _right_wide(y, read_a, none, OPERAND, PRECISION), mask=mask)
         at, mask = _turned(_rows_of_map(made, program, HALF + e, C, W, V), columns, e >= 0, V)
@@ -492,8 +491,7 @@ def _adjoint(
         query = load_rows(q_at, here, tl.arange(0, BK), K).to(OPERAND)
     for tile in range(0, (V + BV - 1) // BV):
         columns = tile * BV + tl.arange(0, BV)
-        given_at, inside = _turned(token_rows(grad_output, low + start, e, head, heads, V), columns, here, V)
-        given = tl.load(given_at, mask=inside, other=0.0).to(OPERAND)
+        given = _load_turned(token_rows(grad_output, low + start, e, head, heads, V), columns, here, V).to(OPERAND)
         h = tl.zeros([BV, HALF], tl.float32)
         for beginning in range(0, K, BK):
             kk = beginning + tl.arange(0, BK)
@@ -537,8 +535,8 @@ def _adjoint(
             tl.store(into, scaled, mask=mask)
             pair = token + slot - (W - 1)
             v_at = v_rows(v, tail_v, sequence, low, start, pair, head, heads, V, W, CARRIED)
-            v_at, mask = _turned(v_at, columns, exists(start + pair, live, 0, CARRIED), V)
-            products = tl.sum(solution * tl.load(v_at, mask=mask, other=0.0).to(tl.float32), 0)
+            value = _load_turned(v_at, columns, exists(start + pair, live, 0, CARRIED), V).to(tl.float32)
+            products = tl.sum(solution * value, 0)
             into = sums + (number * W + slot) * TILE + token
             tl.store(into, products + tl.load(into, mask=live & (tile > 0), other=0.0), mask=live)
             h = _exact(solution, tl.trans(gram), h * tl.exp2((ec - bc) + (ef - bf)), OPERAND)
@@ -563,8 +561,7 @@ def _residuals(
         x = load_rows(x_at, there, tl.arange(0, BK), K).to(OPERAND)
     for tile in range(0, (V + BV - 1) // BV):
         columns = tile * BV + tl.arange(0, BV)
-        value_at, inside = _turned(v_at, columns, valued, V)
-        value = tl.load(value_at, mask=inside, other=0.0).to(OPERAND)
+        value = _load_turned(v_at, columns, valued, V).to(OPERAND)
         found = tl.zeros([BV, HALF], tl.float32)
         for beginning in range(0, K, BK):
             kk = beginning + tl.arange(0, BK)
@@ -773,10 +770,7 @@ def _gradients(
     row = (low + place) * heads + head
     active = pair_exists(place, real, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED) & here
     size = window_size(place, real, previous_valid, tail_valid, sequence, W, SHIFT, CARRIED)
-    beta = tl.load(gain + row, mask=active, other=0.0).to(tl.float32)
-    coefficient = tl.zeros([HALF], tl.float32)
-    if RIDGE > 0:
-        coefficient = tl.load(ridge + row, mask=active, other=0.0).to(tl.float32)
+    beta, coefficient = gain_and_ridge(gain, ridge, row, active, RIDGE)
     statistic = tl.load(energy + program * TILE + e)
     eta = tl.load(weight + e, mask=here, other=0.0)
     if SMOOTHNESS == 1:
@@ -832,8 +826,7 @@ def _gradients(
     read += tl.sum(dp * alike, 0)
 
     # Cotangents: of u_C `kept`, of u_t -w dw, of u_{t-1} `owed`, `read` of the one that is read. In owed - w dw, of
-    # which sums run over tokens, only the values are left. A step's decay is in u_t from its own token on, in u_{t-1}
-    # from the next.
+    # which sums run over tokens, only the values are left.
     owed = eta * (of_weight - of_values)
     grad_decay = tl.cumsum(read - eta * of_values, 0, reverse=True) - owed - read * LAG + kept
 
@@ -995,8 +988,7 @@ class Plan:
             "PAIRED": min(LONGEST_SOLVE, 16 // window), "ROWS": 16, "SPACE": space,
             "SLOTS": min(SLOTS_BYTES // size, triton.next_power_of_2(window)), "SHIFT": int(options.shifted),
             "CARRIED": carried, "PACKED": layout.packed, "OPERAND": OPERANDS[self.operand], "LAG": int(before),
-            # float16 inputs are multiplied as tf32: as precise, without the overflow of what comes from the memory
-            "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+            "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",  # as in triton_regression.py
             "MASKED": masked, "SMOOTHNESS": options.smoothness,
             "REACH": triton.next_power_of_2(window - 1),
         } | options.constants()  # fmt: skip
