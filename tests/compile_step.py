@@ -20,7 +20,7 @@ CAPABILITY = (9, 0)
 
 def compiled(rule: Rule, K: int, V: int, heads: int = 16, masked: bool = True, dtype: str = "bf16"):
     """The compiled kernel, its pointers aligned to 16 bytes."""
-    columns, warps, registers = cut(K, V, LAUNCHES[CAPABILITY, rule.window > 1])
+    columns, warps, registers = cut(K, V, LAUNCHES[CAPABILITY])
     shift, tail = rule.shifted, rule.window > 1
     types = {name: f"*{dtype}" for name in ("q", "k", "v", "gain", "output")}
     types |= {"ridge": f"*{dtype}" if rule.ridge != "none" else None, "mask": "*i1" if masked else None}

@@ -41,5 +41,4 @@ def test_training_goes_on_from_shards(tmp_path):
         shutil.rmtree(tmp_path / "checkpoint-6")
     whole, resumed = found
     assert len(whole) == 6
-    assert len(set(whole.values())) == 6
     assert resumed == pytest.approx(whole, rel=1e-3)

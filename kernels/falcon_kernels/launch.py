@@ -196,14 +196,8 @@ def _window(carry: Config, reverse: Config, tile: int = 64) -> Window:
 
 
 WINDOW = {  # keys as in TABLE
-    ("large", 2, 64): _window(Config(64, 4, 3), Config(64, 4, 3))._replace(
-        local=Config(64, 1, 1, registers=168), solutions=Config(64, 1, 1, registers=200)
-    ),
-    ("large", 2, 128): _window(Config(128, 8, 3), Config(128, 8, 2))._replace(
-        local=Config(64, 1, 1, registers=168),
-        solutions=Config(128, 2, 1, 64, registers=168),
-        gradients=Config(64, 2, 1, registers=200),
-    ),
+    ("large", 2, 64): _window(Config(64, 4, 3), Config(64, 4, 3)),
+    ("large", 2, 128): _window(Config(128, 8, 3), Config(128, 8, 2))._replace(solutions=Config(128, 2, 1, 64)),
     ("large", 2, 256): _window(Config(32, 4, 1), Config(32, 4, 1)),
     ("safe", 2, 64): _window(Config(64, 4, 1), Config(64, 4, 1)),
     ("safe", 2, 128): _window(Config(64, 4, 1), Config(32, 4, 1)),

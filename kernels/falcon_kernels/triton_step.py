@@ -1,8 +1,8 @@
 """One token of any rule in one Triton launch, with the state updated in place.
 
 One program per row and head. It holds a tile of the memory [K, BV] in registers, reads it once and writes it once, and
-goes through the value channels tile by tile. All else (window, energy, step size) is small and computed while the
-first tile is on its way.
+goes through the value channels tile by tile, the next of them on its way. All else (window, energy, step size) is small
+and computed while the first tile is on its way.
 
 Every location of the state that a program writes is read by that program alone, with a barrier in between, except for
 the flags `previous_valid` and `tail_valid`, which the heads of a row share: see `_update_flags`.
@@ -35,10 +35,7 @@ class Launch(NamedTuple):
 
 
 DEFAULT_LAUNCH = Launch(tile=8192, per_warp=1024, most_warps=8, registers=None)
-LAUNCHES = {  # by compute capability, and whether a window of features takes registers too
-    ((9, 0), False): Launch(tile=16384, per_warp=1024, most_warps=8, registers=128),
-    ((9, 0), True): Launch(tile=8192, per_warp=1024, most_warps=8, registers=128),
-}
+LAUNCHES = {(9, 0): Launch(tile=4096, per_warp=1024, most_warps=4, registers=128)}  # by compute capability
 
 
 def step(
@@ -125,7 +122,7 @@ def launcher(shape: torch.Size, V: int, dtypes: tuple, device: torch.device, rul
     """The kernel for tensors of these shapes and dtypes; `rule` is what `constants` takes."""
     B, H, K = shape
     window = rule[1]
-    columns, warps, registers = cut(K, V, launch(device, window > 1))
+    columns, warps, registers = cut(K, V, launch(device))
     sizes = {
         "K": K, "V": V, "MASKED": dtypes[5] is not None, "BK": triton.next_power_of_2(K), "BV": columns,
         "COPIES": copies(window, warps), "num_warps": warps, "maxnreg": registers,
@@ -152,10 +149,10 @@ def constants(name, window, alignment, timing, step_size, ridge_kind, smoothness
 
 
 @lru_cache
-def launch(device: torch.device, sliding: bool) -> Launch:
+def launch(device: torch.device) -> Launch:
     """The launch for a device."""
     if device.type == "cuda":
-        return LAUNCHES.get((torch.cuda.get_device_capability(device), sliding), DEFAULT_LAUNCH)
+        return LAUNCHES.get(torch.cuda.get_device_capability(device), DEFAULT_LAUNCH)
     return DEFAULT_LAUNCH
 
 
