@@ -1,7 +1,7 @@
 """Time of the one-token kernel beside the bytes that it must move, on the GPU.
 
     python benchmarks/step.py            # the table, written to results/step.json
-    python benchmarks/step.py --sweep    # other ways to cut the work, printed only
+    python benchmarks/step.py --sweep    # other ways to cut the work, to results/step_sweep.json
 
 Inputs and state are bfloat16 with a float32 memory. Each time goes over many states in turn, more than the cache holds.
 GPU time is that of a captured graph of such steps; time as called is that of a Python loop over them.
@@ -128,11 +128,11 @@ def launches(rule: Rule) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
 
-def sweep(copy: float) -> None:
-    """Prints the GPU time of every way to cut the work, correct ones only."""
-    capability = torch.cuda.get_device_capability()
+def sweep(copy: float) -> list[dict[str, object]]:
+    """The GPU time of every way to cut the work, correct ones only."""
+    rows: list[dict[str, object]] = []
     for launch in SWEEP:
-        triton_step.LAUNCHES[capability] = launch
+        triton_step.LAUNCHES[torch.cuda.get_device_capability()] = launch
         triton_step.launch.cache_clear()
         triton_step.launcher.cache_clear()
         for name in ("falcon_1", "falcon_2a", "falcon_3", "falcon_3a"):
@@ -140,12 +140,13 @@ def sweep(copy: float) -> None:
             if (off := worst_error(rule, 3, 16, 128)) > 5e-3:
                 print(f"{launch} {name}: WRONG, error {off:.2g}", flush=True)
                 continue
-            line = f"{launch} {name:9}"
             for B, H, K in SHAPES:
                 seconds = times(rule, B, H, K)[0]
+                cut = {"tile": launch.tile, "warps": launch.most_warps, "registers": launch.registers}
+                what = {"rule": name, "B, H, K = V": f"{B}, {H}, {K}"}
                 share = 8 * B * H * K * K / seconds / copy
-                line += f"  {B}x{H}x{K}: {seconds * 1e6:6.2f} us, {share:4.0%}"
-            print(line, flush=True)
+                rows.append(cut | what | {"GPU, us": seconds * 1e6, "share of copy": share})
+    return rows
 
 
 def main() -> None:
@@ -156,7 +157,7 @@ def main() -> None:
     copy = copy_bandwidth()
     print(f"copy: {copy / 1e12:.2f} TB/s")
     if only_sweep:
-        sweep(copy)
+        report("step_sweep", "one token, other ways to cut the work", sweep(copy), copy_TB_per_s=copy / 1e12)
         return
     rows = []
     for B, H, K in SHAPES:
