@@ -291,6 +291,16 @@ def test_recipes_readme_has_the_perplexities_of_distillation():
     assert measured["tokens a step"] == 64 * 512
 
 
+def test_recipes_readme_has_the_perplexities_of_language_models():
+    readme, runs = (ROOT / "examples" / "README.md").read_text(), sorted((RESULTS / "language").glob("*/result.json"))
+    assert len(runs) == 3
+    for path in runs:
+        run = json.loads(path.read_text())
+        figures = [run["evaluation"][name] for name in ("val", "ood_postgres", "ood_persuasion")]
+        shown = " | ".join(f"{found['perplexity']:.2f} / {found['bits_per_byte']:.4f}" for found in figures)
+        assert re.search(rf"\| {re.escape(run['model'])}, 1 × 29.9M \| [^|]+\| {re.escape(shown)} \|", readme)
+
+
 def test_recipes_readme_has_the_scores_of_a_known_model():
     readme = " ".join((ROOT / "examples" / "README.md").read_text().split())
     tasks = results("evaluate_smollm2")["tasks"]
