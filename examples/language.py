@@ -64,6 +64,7 @@ from falcon_hf.modeling_falcon_fast_weight import for_products
 
 SIZES = {
     "tiny": Size(64, 2, 2, batch_size=8, steps=200, learning_rate=5e-3),
+    "small": Size(128, 3, 2, batch_size=16, steps=300, learning_rate=2e-3),
     "base": Size(384, 6, 6, batch_size=64, steps=718, learning_rate=2e-3),  # 30 million, 19 of them GPT-2's vocabulary
 }
 LONGER = 8  # times the training length, up to which positions are measured
@@ -270,7 +271,7 @@ def train(
         int | None, typer.Option(parser=parse_count, help="To train on, epochs repeat; 47M if not given, tiny less.")
     ] = None,
     sequence_length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens in a block; 1024, or 128 with --size tiny.")
+        int | None, typer.Option(min=2, help="Tokens in a block; 1024, 256 with --size small, 128 with tiny.")
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/language"),
     batch_size: Annotated[int | None, typer.Option(min=1, help="Blocks in a step; by --size if not given.")] = None,
@@ -287,7 +288,7 @@ def train(
 ) -> None:
     """Train and evaluate each model with each seed at each learning rate; the same command again goes on."""
     batch_size = batch_size or side_by_side.size_of(size, SIZES).batch_size
-    length = sequence_length or (128 if size == "tiny" else 1024)
+    length = sequence_length or {"tiny": 128, "small": 256}.get(size, 1024)
     steps = None if tokens is None else math.ceil(tokens / (batch_size * length))
     results = side_by_side.train(
         Language.load(data, tokenizer, evaluate, length),

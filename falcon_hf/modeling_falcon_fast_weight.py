@@ -504,6 +504,8 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, (FalconFastWeightAttention, ShortConvolution)):
             module.reset_parameters()
+        if isinstance(module, FalconFastWeightAttention):  # adds to the hidden states about as much as embeddings hold
+            init.constant_(module.o_norm.weight, (module.config.num_attention_heads * module.value_dim) ** -0.5)
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:

@@ -365,7 +365,7 @@ def bad_calls(data, folder):
         ((folder / "cut.bin", *tokenizer, *evaluate), "tokens and"),
         ((*fits, "--evaluate", folder / "short.bin"), "several files named short"),
         ((*fits, "--sequence-length", 2000), "at least 4,000"),
-        ((*fits, "--size", "huge"), "it may be tiny, base"),
+        ((*fits, "--size", "huge"), "it may be tiny, small, base"),
         ((*fits, "--model", "gpt"), "it may be transformer"),
         ((*fits, "--model", "falcon-3a.3:window=3"), "did you mean window_size"),
     ]
