@@ -55,6 +55,7 @@ from .configuration_falcon_fast_weight import FalconFastWeightConfig
 from .generation_falcon_fast_weight import generate_on_device, refusal, worth_a_graph
 
 SHORTEST_MEMORY, LONGEST_MEMORY = 8, 1024
+FIRST_SHARE = 0.1  # of what the embeddings hold that a layer adds when training begins; with all of it they drown
 
 use_kernel_forward_from_hub("FalconAttention")(FalconAttention)
 
@@ -504,8 +505,9 @@ class FalconFastWeightPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, (FalconFastWeightAttention, ShortConvolution)):
             module.reset_parameters()
-        if isinstance(module, FalconFastWeightAttention):  # adds to the hidden states about as much as embeddings hold
-            init.constant_(module.o_norm.weight, (module.config.num_attention_heads * module.value_dim) ** -0.5)
+        if isinstance(module, FalconFastWeightAttention):
+            channels = module.config.num_attention_heads * module.value_dim
+            init.constant_(module.o_norm.weight, FIRST_SHARE * channels**-0.5)
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:

@@ -260,14 +260,14 @@ def test_heads_begin_with_memories_of_many_lengths(options, alone, monkeypatch):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("layers", [{}, {"output_gate": True, "hidden_size": 96}])
-def test_a_layer_begins_by_adding_about_what_the_embeddings_hold(rule, layers):
+def test_a_layer_begins_by_adding_a_tenth_of_what_the_embeddings_hold(rule, layers):
     torch.manual_seed(0)
     options = {"hidden_size": 192, "num_attention_heads": 3, "head_dim": 32, "num_hidden_layers": 1} | layers
     model = FalconFastWeightModel(tiny_config(rule=rule, **options))
     added = model.layers[0].linear_attn(torch.randn(2, 40, options["hidden_size"]))[:, 1:]  # the first reads nothing
     gate = 0.1 if options.get("output_gate") else 1.0  # SiLU of small numbers is small
     held = model.embed_tokens.weight[1:].std().item()
-    assert 0.3 * gate < added.std().item() / held < 1.5
+    assert 0.03 * gate < added.std().item() / held < 0.15
 
 
 def test_a_model_made_without_memory_is_initialized_later():
