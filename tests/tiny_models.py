@@ -59,7 +59,9 @@ def tiny_model(dtype=torch.float64, seed=0, model_class=FalconFastWeightForCausa
     torch.manual_seed(seed)
     model = model_class(tiny_config(**options))
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            if name.endswith("o_norm.weight"):
+                parameter.fill_(1.0)
             parameter.add_(0.2 * torch.randn_like(parameter))
     return model.to(dtype).eval()
 
