@@ -301,6 +301,19 @@ def test_recipes_readme_has_the_perplexities_of_language_models():
         assert re.search(rf"\| {re.escape(run['model'])}, 1 × 29.9M \| [^|]+\| {re.escape(shown)} \|", readme)
 
 
+def test_recipes_readme_has_what_small_output_norms_do():
+    readme = " ".join((ROOT / "examples" / "README.md").read_text().split())
+
+    def perplexity(folder, model):
+        run = json.loads((RESULTS / folder / f"{model}-seed0-lr0.002" / "result.json").read_text())
+        return f"{run['evaluation']['val']['perplexity']:.1f}"
+
+    before, now = (perplexity(folder, "falcon-3a.3") for folder in ("language_small_before", "language_small"))
+    other = perplexity("language_small", "falcon-1.3")
+    assert f"was {before} before and is {now} now, Falcon-1.3 {other}." in readme
+    assert f"A Transformer is at {perplexity('language_small_before', 'transformer')}." in readme
+
+
 def test_recipes_readme_has_the_scores_of_a_known_model():
     readme = " ".join((ROOT / "examples" / "README.md").read_text().split())
     tasks = results("evaluate_smollm2")["tasks"]
