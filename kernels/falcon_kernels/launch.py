@@ -10,6 +10,11 @@ from typing import NamedTuple
 import torch
 
 
+def _options(warps: int, registers: int | None, **more: int) -> dict[str, int]:
+    """As Triton takes them."""
+    return {"num_warps": warps, **more} | ({} if registers is None else {"maxnreg": registers})
+
+
 class Config(NamedTuple):
     """Sizes of one kernel launch."""
 
@@ -21,9 +26,7 @@ class Config(NamedTuple):
     once: bool = False  # the backward of a chunk keeps its tiles in shared memory
 
     def options(self) -> dict[str, int]:
-        """As Triton takes them."""
-        found = {"num_warps": self.warps, "num_stages": self.stages}
-        return found if self.registers is None else found | {"maxnreg": self.registers}
+        return _options(self.warps, self.registers, num_stages=self.stages)
 
 
 LARGEST_WINDOW = 65  # a tile of 128 pairs
@@ -219,9 +222,7 @@ class Walk(NamedTuple):
     registers: int | None = None  # as in Config
 
     def options(self) -> dict[str, int]:
-        """As Triton takes them."""
-        found = {"num_warps": self.warps}
-        return found if self.registers is None else found | {"maxnreg": self.registers}
+        return _options(self.warps, self.registers)
 
 
 # By bytes: forward, backward; the registers let 25 and 12 programs run on a multiprocessor at a time.
