@@ -8,8 +8,7 @@ operands of 2 and 4 bytes: few tokens, a mask, packed documents, and, where falc
 kernels of one token and those around the recurrence, in steps, in a model's training step and in its generation. Every
 tensor is an allocation of its own, so that an access past its end is seen. Flags of a state are changed in words of 4
 bytes, which allocations on a GPU are rounded up to: steps have them in whole words, and a model rows by the four.
-Exits with 1 where anything is wrong.
-`--only` takes what has all the words.
+Exits with 1 where anything is wrong. `--only` takes what has all the words.
 """
 
 import argparse

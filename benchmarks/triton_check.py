@@ -2,12 +2,12 @@
 
     python benchmarks/triton_check.py [--jobs 16] [--only WORDS ...] [--wait SECONDS]
 
-Calls that share compiled kernels form a group; processes take groups in turn, since compiling is most of the work,
-and are spread over the GPUs.
-Truth is `impl="torch"` in float64, which tests hold to the recurrence. Memory that kernels have to fill holds NaN
-before they do. A second run must give the same bits; whether a row gives the same bits alone as in its batch is only
-reported. With the package flash-linear-attention, its gated delta rule, delta rule and simple linear attention are
-compared too. Exits with 1 where anything is wrong. `--only` takes groups whose name has all the words.
+Calls that share compiled kernels form a group; processes take groups in turn, since compiling is most of the work, and
+are spread over the GPUs. Truth is `impl="torch"` in float64, which tests hold to the recurrence. Memory that kernels
+have to fill holds NaN before they do. A second run must give the same bits; whether a row gives the same bits alone as
+in its batch is only reported. With the package flash-linear-attention, its gated delta rule, delta rule and simple
+linear attention are compared too. Exits with 1 where anything is wrong. `--only` takes groups whose name has all the
+words.
 """
 
 import argparse

@@ -87,23 +87,15 @@ def test_kernels_readme_has_the_measured_times(monkeypatch):
     assert len(shares) == 6
     assert ", ".join(shares) in " ".join(readme.split())
     assert table(results("channel_and_window")).split("\n\n")[0] in readme
-    kernels = {
-        kernel: [results("scalar_rules")["kernels"][f"{rule}@{shape}"]["both"][kernel] for shape in shapes]
-        for rule, kernel, shapes in (
-            ("falcon_1", "_pass", FIRST),
-            ("falcon_1", "_reverse_pass", FIRST),
-            ("falcon_1", "_invert", FIRST),
-            ("falcon_1", "_carry", WIDEST),
-            ("falcon_1", "_reverse", WIDEST),
-            ("falcon_1", "_read", WIDEST),
-            ("falcon_1", "_gradients", WIDEST),
-        )
-    }
-    said = " ".join(readme.split())
-    invert, pass_, back = (" and ".join(f"{t:.2f}" for t in kernels[n]) for n in ("_invert", "_pass", "_reverse_pass"))
+    said, kernels = " ".join(readme.split()), results("scalar_rules")["kernels"]
+
+    def came(kernel, shapes, digits):
+        return " and ".join(f"{kernels[f'falcon_1@{shape}']['both'][kernel]:.{digits}f}" for shape in shapes)
+
+    invert, pass_, back = (came(name, FIRST, 2) for name in ("_invert", "_pass", "_reverse_pass"))
     assert f"`_invert` 0.07 and 0.145, came {invert}, `_pass` 0.11 and 0.30, came {pass_}," in said
     assert f"`_reverse_pass` 0.09 and 0.27, came {back}." in said
-    carry, reverse, read, gradients = (f"{kernels[n][0]:.3f}" for n in ("_carry", "_reverse", "_read", "_gradients"))
+    carry, reverse, read, gradients = (came(n, WIDEST, 3) for n in ("_carry", "_reverse", "_read", "_gradients"))
     assert f"`_gradients` 0.12, came {carry}, {reverse}, {read} and {gradients}:" in said
 
 

@@ -1,6 +1,5 @@
 """The fine-tuning recipe under ZeRO-3 of DeepSpeed, on two processes, is what it is under DDP."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipes import steps_logged
 from transformers import AutoModelForCausalLM
 
 import falcon_hf  # noqa: F401
@@ -31,8 +31,7 @@ def test_the_recipe_under_zero_3_is_that_under_ddp(tmp_path):
         command += [] if on_gpus else ["--cpu"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
-        history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-        logs[name] = [(entry["loss"], entry["grad_norm"]) for entry in history if "loss" in entry]
+        logs[name] = [(entry["loss"], entry["grad_norm"]) for entry in steps_logged(folder)]
         weights[name] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     bound = 2e-2 if on_gpus else 1e-4  # bfloat16 on GPUs
     assert len(logs["ddp"]) == 3

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipes import steps_logged
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -58,8 +59,7 @@ OPTIONS = ("--length", 24, "--batch-size", 4, "--held-out", 6, "--measure-every"
 def losses(run, stage):
     """What was logged of a stage, its loss at each step."""
     folder = max((run / "distillation" / stage).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
+    return [entry["loss"] for entry in steps_logged(folder)]
 
 
 def test_each_stage_brings_the_student_nearer(teacher, tmp_path):

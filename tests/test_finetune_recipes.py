@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from recipes import steps_logged
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -36,8 +37,7 @@ def write_lines(path, rows):
 
 
 def losses(folder):
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
+    return [entry["loss"] for entry in steps_logged(folder)]
 
 
 def loads(folder):

@@ -1,6 +1,5 @@
 """A Trainer under FSDP2 on two GPUs saves its checkpoints in shards and goes on from them."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipes import steps_logged
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 ROOT = Path(__file__).parents[1]
@@ -17,11 +17,6 @@ LAUNCH = [
     *("--fsdp_state_dict_type", "SHARDED_STATE_DICT", "--num_processes", "2"),
     str(Path(__file__).with_name("sharded_training.py")),
 ]
-
-
-def losses(folder):
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
 
 
 @pytest.mark.gpu
@@ -35,7 +30,7 @@ def test_training_goes_on_from_shards(tmp_path):
             command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        found.append(losses(tmp_path))
+        found.append({entry["step"]: entry["loss"] for entry in steps_logged(tmp_path)})
         shards = list((tmp_path / "checkpoint-3").glob("pytorch_model_fsdp_*/*.distcp"))
         assert len(shards) == 2, sorted((tmp_path / "checkpoint-3").iterdir())
         shutil.rmtree(tmp_path / "checkpoint-6")
