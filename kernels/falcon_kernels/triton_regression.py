@@ -82,13 +82,13 @@ from .triton_schedule import (
     Kept,
     Options,
     Shape,
-    _at_end,
-    _pairwise,
+    between,
     gain_and_ridge,
     pair_exists,
     step_gradients,
     steps,
     store_running,
+    u_at_end,
 )
 
 CHUNK = 64
@@ -269,18 +269,18 @@ def _diagonal_of(gram, i):
 def _coupling(eta, gram, before_c, before_f, uc, uf):
     """A block of -A below its diagonal blocks."""
     every = eta[:, None] == eta[:, None]
-    return -eta[:, None] * gram * _pairwise(before_c[:, None], before_f[:, None], uc[None, :], uf[None, :], every)
+    return -eta[:, None] * gram * between(before_c[:, None], before_f[:, None], uc[None, :], uf[None, :], every)
 
 
 @triton.jit
 def _diagonal(eta, gram, before_c, before_f, uc, uf, i, OPERAND: tl.constexpr):
     """The inverse of a diagonal block of A, and that as a right operand."""
     strict = i[:, None] > i[None, :]
-    n = eta[:, None] * gram * _pairwise(before_c[:, None], before_f[:, None], uc[None, :], uf[None, :], strict)
+    n = eta[:, None] * gram * between(before_c[:, None], before_f[:, None], uc[None, :], uf[None, :], strict)
     right = n
     if tl.bfloat16 == OPERAND:
         strict = i[None, :] > i[:, None]
-        decay = _pairwise(before_c[None, :], before_f[None, :], uc[:, None], uf[:, None], strict)
+        decay = between(before_c[None, :], before_f[None, :], uc[:, None], uf[:, None], strict)
         right = eta[None, :] * gram * decay
     return _invert16(n, right, i, OPERAND)
 
@@ -455,7 +455,7 @@ def _prepare(
         uc, uf = _running(log_decay, places, i, 0, OPERAND)
         rc, rf = _running(log_decay, places, i, LAG, OPERAND)
         seen = i[None, :] >= i[:, None] + LAG
-        scores *= _pairwise(rc[None, :], rf[None, :], uc[:, None], uf[:, None], seen)
+        scores *= between(rc[None, :], rf[None, :], uc[:, None], uf[:, None], seen)
         left = scores
     else:
         left = solved * eta[None, :]
@@ -505,7 +505,7 @@ def _carry(
         place = start + i
         here = place < count
         uc, uf = _running(decays, places, i, 0, OPERAND)
-        end_c, end_f = _at_end(decays, places, C, OPERAND)
+        end_c, end_f = u_at_end(decays, places, C, OPERAND)
         x_at = x_rows(k, previous, previous, sequence, low, start, i, head, heads, K, 1, SHIFT, CARRIED)
         x = load_rows(x_at, exists(place, here, SHIFT, CARRIED), kk, K).to(OPERAND)
         lost = load_rows(token_rows(w, low + start, i, head, heads, K), here, kk, K)
@@ -568,7 +568,7 @@ def _pass(
         uc, uf = _running(decays, places, i, 0, OPERAND)
         rc, rf = _running(decays, places, i, LAG, OPERAND)
         before_c, before_f = _running(decays, places, i, 1, OPERAND)
-        end_c, end_f = _at_end(decays, places, C, OPERAND)
+        end_c, end_f = u_at_end(decays, places, C, OPERAND)
 
         found = s.to(OPERAND)
         if KEEP:
@@ -585,7 +585,7 @@ def _pass(
 
         scores = tl.dot(x, tl.trans(queries), input_precision=PRECISION)
         seen = i[None, :] >= i[:, None] + LAG
-        scores *= _pairwise(_settled(rc, i)[None, :], rf[None, :], uc[:, None], uf[:, None], seen)
+        scores *= between(_settled(rc, i)[None, :], rf[None, :], uc[:, None], uf[:, None], seen)
         out = tl.dot(found, tl.trans(queries), input_precision=PRECISION) * _settled(tl.exp2(rc + rf), i)[None, :]
         out = tl.dot(residual.to(OPERAND), scores.to(OPERAND), out, input_precision=PRECISION)
         into, mask = _turned(token_rows(output, low + start, i, head, heads, V), columns, here, V)
@@ -629,7 +629,7 @@ def _read(
     uc, uf = _running(log_decay, places, i, 0, OPERAND)
     rc, rf = _running(log_decay, places, i, LAG, OPERAND)
     seen = i[:, None] >= i[None, :] + LAG
-    scores *= _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
+    scores *= between(rc[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
     out *= tl.exp2(rc + rf)[:, None]
     residual = load_rows(token_rows(z, low + start, i, head, heads, V), here, columns, V)
     out = tl.dot(scores.to(OPERAND), residual, out, input_precision=PRECISION)
@@ -665,7 +665,7 @@ def _reverse(
         here = place < count
         uc, uf = _running(decays, places, i, 0, OPERAND)
         rc, rf = _running(decays, places, i, LAG, OPERAND)
-        end_c, end_f = _at_end(decays, places, C, OPERAND)
+        end_c, end_f = u_at_end(decays, places, C, OPERAND)
         x_at = x_rows(k, previous, previous, sequence, low, start, i, head, heads, K, 1, SHIFT, CARRIED)
         x = load_rows(x_at, exists(place, here, SHIFT, CARRIED), kk, K).to(OPERAND)
         queries = load_rows(token_rows(q, low + start, i, head, heads, K), here, kk, K).to(OPERAND)
@@ -715,11 +715,11 @@ def _reverse_pass(
         uc, uf = _running(decays, places, i, 0, OPERAND)
         rc, rf = _running(decays, places, i, LAG, OPERAND)
         before_c, before_f = _running(decays, places, i, 1, OPERAND)
-        end_c, end_f = _at_end(decays, places, C, OPERAND)
+        end_c, end_f = u_at_end(decays, places, C, OPERAND)
 
         scores = tl.dot(queries, tl.trans(x), input_precision=PRECISION)
         seen = i[:, None] >= i[None, :] + LAG
-        scores *= _pairwise(rc[:, None], rf[:, None], _settled(uc, i)[None, :], uf[None, :], seen)
+        scores *= between(rc[:, None], rf[:, None], _settled(uc, i)[None, :], uf[None, :], seen)
         dz = tl.dot(g.to(OPERAND), tl.trans(x), input_precision=PRECISION)
         dz *= _settled(tl.exp2((end_c - uc) + (end_f - uf)), i)[None, :]
         dz = tl.dot(given, scores.to(OPERAND), dz, input_precision=PRECISION)
@@ -797,7 +797,7 @@ def _gradients(
     uc, uf = _running(log_decay, places, i, 0, OPERAND)
     rc, rf = _running(log_decay, places, i, LAG, OPERAND)
     before_c, before_f = _running(log_decay, places, i, 1, OPERAND)
-    end_c, end_f = _at_end(log_decay, places, C, OPERAND)
+    end_c, end_f = u_at_end(log_decay, places, C, OPERAND)
     minus = _settled(-eta * tl.exp2((before_c - rc) + (before_f - rf)), i)
     into = x_rows(grad_k, grad_previous, grad_previous, sequence, low, start, i, head, heads, K, 1, SHIFT, CARRIED)
     read, gram, dx = tl.zeros([C], tl.float32), tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
@@ -827,13 +827,13 @@ def _gradients(
             x = load_rows(x_at, there, begin + tl.arange(0, BK), K).to(OPERAND)
             gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
         seen, later = i[:, None] >= i[None, :] + LAG, i[:, None] > i[None, :]
-        decay = _pairwise(_settled(rc, i)[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
+        decay = between(_settled(rc, i)[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
         scores_left = (scores * decay).to(OPERAND)
         system *= tl.where(later, decay, 0.0) * minus[:, None]
         owed = tl.sum(system * gram, 1)
         system_left = system.to(OPERAND)
         seen, later = i[None, :] >= i[:, None] + LAG, i[None, :] > i[:, None]
-        decay = _pairwise(rc[None, :], rf[None, :], _settled(uc, i)[:, None], uf[:, None], seen)
+        decay = between(rc[None, :], rf[None, :], _settled(uc, i)[:, None], uf[:, None], seen)
         scores_right = (scores_turned * decay).to(OPERAND)
         system_turned *= tl.where(later, decay, 0.0) * minus[None, :]
         written = tl.sum(system_turned * gram, 1)
@@ -891,7 +891,7 @@ def _gradients(
         store_rows(token_rows(grad_v, low + start, i, head, heads, V), eta[:, None] * y, here, columns, V)
         scores = tl.dot(given, tl.trans(residual), input_precision=PRECISION)
         seen = i[:, None] >= i[None, :] + LAG
-        decay = _pairwise(_settled(rc, i)[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
+        decay = between(_settled(rc, i)[:, None], rf[:, None], uc[None, :], uf[None, :], seen)
         scores_left = (scores * decay).to(OPERAND)
         if LAG == 0:
             decay = tl.where(i[:, None] == i[None, :], 0.0, decay)
@@ -917,7 +917,7 @@ def _gradients(
 
         scores = tl.dot(residual, tl.trans(given), input_precision=PRECISION)
         seen = i[None, :] >= i[:, None] + LAG
-        decay = _pairwise(rc[None, :], rf[None, :], _settled(uc, i)[:, None], uf[:, None], seen)
+        decay = between(rc[None, :], rf[None, :], _settled(uc, i)[:, None], uf[:, None], seen)
         scores_right = (scores * decay).to(OPERAND)
         if LAG == 0:
             decay = tl.where(i[:, None] == i[None, :], 0.0, decay)

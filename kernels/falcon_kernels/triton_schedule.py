@@ -142,7 +142,7 @@ def store_running(at, behind, decay, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _u(log_decay, places, token, OPERAND: tl.constexpr):
+def u_after(log_decay, places, token, OPERAND: tl.constexpr):
     """u after the tokens, 0 before the first, in two parts."""
     coarse = tl.load(log_decay + token, mask=token >= 0, other=0.0)
     if tl.bfloat16 == OPERAND:
@@ -152,7 +152,7 @@ def _u(log_decay, places, token, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def _bounds(log_decay, places, begin, M: tl.constexpr, TILE: tl.constexpr, OPERAND: tl.constexpr):
+def u_around(log_decay, places, begin, M: tl.constexpr, TILE: tl.constexpr, OPERAND: tl.constexpr):
     """u that a block finds, and that it leaves, each in two parts."""
     before, last = tl.maximum(begin - 1, 0), tl.minimum(begin + M, TILE) - 1
     bc, bf = tl.where(begin > 0, tl.load(log_decay + before), 0.0), 0.0
@@ -164,7 +164,7 @@ def _bounds(log_decay, places, begin, M: tl.constexpr, TILE: tl.constexpr, OPERA
 
 
 @triton.jit
-def _at_end(log_decay, places, C: tl.constexpr, OPERAND: tl.constexpr):
+def u_at_end(log_decay, places, C: tl.constexpr, OPERAND: tl.constexpr):
     """u_C in two parts."""
     if tl.bfloat16 == OPERAND:
         return tl.load(log_decay + C - 1), 0.0
@@ -173,7 +173,7 @@ def _at_end(log_decay, places, C: tl.constexpr, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def _pairwise(to_coarse, to_fine, from_coarse, from_fine, mask):
+def between(to_coarse, to_fine, from_coarse, from_fine, mask):
     """exp(to - from) where `mask`, 0 elsewhere; both given in two parts, already shaped to broadcast."""
     return tl.exp2(tl.where(mask, (to_coarse - from_coarse) + (to_fine - from_fine), float("-inf")))
 

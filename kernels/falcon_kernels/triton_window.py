@@ -124,13 +124,13 @@ from .triton_schedule import (
     Kept,
     Options,
     Shape,
-    _at_end,
-    _bounds,
-    _pairwise,
-    _u,
+    between,
     gain_and_ridge,
     pair_exists,
     step_gradients,
+    u_after,
+    u_around,
+    u_at_end,
     window_size,
 )
 from .triton_smoothness import ROWS, SMOOTHNESS, bound_gradients, units, window_rows
@@ -275,13 +275,13 @@ def _local(
             gram = _gram(load_rows(x_at, there, kk, K).to(OPERAND), rows, gram)
             own = _gram(rows, rows, own)
         eta = tl.load(weight + token, mask=writes, other=0.0)
-        uc, uf = _u(log_decay, places, token, OPERAND)
-        tc, tf = _u(log_decay, places, last, OPERAND)
-        bc, bf, ec, ef = _bounds(log_decay, places, begin, M, TILE, OPERAND)
+        uc, uf = u_after(log_decay, places, token, OPERAND)
+        tc, tf = u_after(log_decay, places, last, OPERAND)
+        bc, bf, ec, ef = u_around(log_decay, places, begin, M, TILE, OPERAND)
         sign = tl.where(slot == W, 1.0, -1.0)
         after, found = _after(W, BLOCK, LAG, True), _after(W, BLOCK, LAG, False)
-        n = own * _pairwise(tc[None, :], tf[None, :], uc[:, None], uf[:, None], after) * sign[None, :] * eta[:, None]
-        m = own * _pairwise(tc[:, None], tf[:, None], uc[None, :], uf[None, :], found) * sign[:, None] * eta[None, :]
+        n = own * between(tc[None, :], tf[None, :], uc[:, None], uf[:, None], after) * sign[None, :] * eta[:, None]
+        m = own * between(tc[:, None], tf[:, None], uc[None, :], uf[None, :], found) * sign[:, None] * eta[None, :]
         scale = tl.where(slot == W, 1.0, eta * tl.exp2((ec - uc) + (ef - uf)))  # of what is written
         solved = _inverse(m, n, M, OPERAND) * scale[:, None]
         none = tl.zeros([BLOCK, HALF], tl.float32)
@@ -300,7 +300,7 @@ def _local(
         b = _left_wide(rho_b, fold, b * keep, OPERAND, PRECISION)
 
     here = (e < C) & (start + e < count)
-    rc, rf = _u(log_decay, places, e - LAG, OPERAND)
+    rc, rf = u_after(log_decay, places, e - LAG, OPERAND)
     q_at = token_rows(q, low + start, e, head, heads, K)
     for begin in range(0, K, BK):
         kk = begin + tl.arange(0, BK)
@@ -348,7 +348,7 @@ def _carry(
         chunk = (number + start // C) * heads + head
         if STORE:
             store_rows(states + chunk * (V * K) + columns * K, s, columns < V, kk, K)
-        end_c, end_f = _at_end(log_decay + chunk * TILE, places, C, OPERAND)
+        end_c, end_f = u_at_end(log_decay + chunk * TILE, places, C, OPERAND)
         here = (i < C) & (start + i < count)
         pair, paired = _pairs_of_half(i, start, count, C, W)
         x_at = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
@@ -404,7 +404,7 @@ def _reverse(
         start = place * C
         chunk = (number + place) * heads + head
         store_rows(grad_states + ((local + place) * heads + head) * (V * K) + columns * K, g, columns < V, kk, K)
-        end_c, end_f = _at_end(log_decay + chunk * TILE, places, C, OPERAND)
+        end_c, end_f = u_at_end(log_decay + chunk * TILE, places, C, OPERAND)
         here = (i < C) & (start + i < count)
         pair, paired = _pairs_of_half(i, start, count, C, W)
         x_at = x_rows(k, previous, tail_x, sequence, low, start, pair, head, heads, K, W, SHIFT, CARRIED)
@@ -455,7 +455,7 @@ def _slot_rows(base, program, slot, token, C: tl.constexpr, SPACE: tl.constexpr,
 @triton.jit
 def _middle(log_decay, places, pair, C: tl.constexpr, W: tl.constexpr, OPERAND: tl.constexpr):
     """u around which decays are taken apart for the chunk's pairs, the oldest of which is 0."""
-    return _u(log_decay, places, tl.minimum(pair - W // 2, C - 1), OPERAND)
+    return u_after(log_decay, places, tl.minimum(pair - W // 2, C - 1), OPERAND)
 
 
 @triton.jit
@@ -485,7 +485,7 @@ def _adjoint(
     x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
     here = (e < C) & (start + e < count)
     q_at = token_rows(q, low + start, e, head, heads, K)
-    rc, rf = _u(log_decay, places, e - LAG, OPERAND)
+    rc, rf = u_after(log_decay, places, e - LAG, OPERAND)
     if K <= BK:
         x = load_rows(x_at, there, tl.arange(0, BK), K).to(OPERAND)
         query = load_rows(q_at, here, tl.arange(0, BK), K).to(OPERAND)
@@ -515,13 +515,13 @@ def _adjoint(
                     query = load_rows(q_at, here, kk, K).to(OPERAND)
                 gram, own, read = _gram(x, rows, gram), _gram(rows, rows, own), _gram(query, rows, read)
             eta = tl.load(weight + token, mask=live, other=0.0)
-            uc, uf = _u(log_decay, places, token, OPERAND)
-            tc, tf = _u(log_decay, places, token - 1, OPERAND)
-            bc, bf, ec, ef = _bounds(log_decay, places, begin, PAIRED, TILE, OPERAND)
-            before = _pairwise(tc[:, None], tf[:, None], uc[None, :], uf[None, :], _earlier(W, ROWS, False))
-            after = _pairwise(tc[None, :], tf[None, :], uc[:, None], uf[:, None], _earlier(W, ROWS, True))
+            uc, uf = u_after(log_decay, places, token, OPERAND)
+            tc, tf = u_after(log_decay, places, token - 1, OPERAND)
+            bc, bf, ec, ef = u_around(log_decay, places, begin, PAIRED, TILE, OPERAND)
+            before = between(tc[:, None], tf[:, None], uc[None, :], uf[None, :], _earlier(W, ROWS, False))
+            after = between(tc[None, :], tf[None, :], uc[:, None], uf[:, None], _earlier(W, ROWS, True))
             solved = _inverse(own * after * -eta[None, :], own * before * -eta[:, None], PAIRED, OPERAND)
-            read *= _pairwise(rc[:, None], rf[:, None], uc[None, :], uf[None, :], e[:, None] - LAG >= token[None, :])
+            read *= between(rc[:, None], rf[:, None], uc[None, :], uf[None, :], e[:, None] - LAG >= token[None, :])
             none = tl.zeros([ROWS, HALF], tl.float32)
             of_given = _exact(solved, tl.trans(read), none, OPERAND)
             solved *= tl.exp2((ec - uc) + (ef - uf))[None, :]
@@ -582,11 +582,11 @@ def _residuals(
                     x = load_rows(x_at, there, kk, K).to(OPERAND)
                 gram, own = _gram(x, rows, gram), _gram(rows, rows, own)
             w = tl.load(weight + token, mask=live, other=0.0)
-            uc, uf = _u(log_decay, places, token, OPERAND)
-            tc, tf = _u(log_decay, places, token - 1, OPERAND)
-            bc, bf, ec, ef = _bounds(log_decay, places, begin, PAIRED, TILE, OPERAND)
-            before = _pairwise(tc[:, None], tf[:, None], uc[None, :], uf[None, :], _earlier(W, ROWS, False))
-            after = _pairwise(tc[None, :], tf[None, :], uc[:, None], uf[:, None], _earlier(W, ROWS, True))
+            uc, uf = u_after(log_decay, places, token, OPERAND)
+            tc, tf = u_after(log_decay, places, token - 1, OPERAND)
+            bc, bf, ec, ef = u_around(log_decay, places, begin, PAIRED, TILE, OPERAND)
+            before = between(tc[:, None], tf[:, None], uc[None, :], uf[None, :], _earlier(W, ROWS, False))
+            after = between(tc[None, :], tf[None, :], uc[:, None], uf[:, None], _earlier(W, ROWS, True))
             solved = _inverse(own * before * -w[None, :], own * after * -w[:, None], PAIRED, OPERAND)
             none = tl.zeros([ROWS, HALF], tl.float32)
             fold = _places(token + slot, e, live, OPERAND)
@@ -707,7 +707,7 @@ def _gradients(
     e = tl.arange(0, HALF)
     here = (e < C) & (start + e < count)
     given_at = token_rows(grad_output, low + start, e, head, heads, V)
-    end_c, end_f = _at_end(log_decay, places, C, OPERAND)
+    end_c, end_f = u_at_end(log_decay, places, C, OPERAND)
     mc, mf = _middle(log_decay, places, e, C, W, OPERAND)
     dp = tl.zeros([HALF, HALF], tl.float32)
     df = tl.zeros([HALF, HALF], tl.float32)
@@ -742,7 +742,7 @@ def _gradients(
             token, writes = _writers(e, slot, start, count, C)
             solution = load_rows(_slot_rows(y, number, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
             residual = load_rows(_slot_rows(rho, number, slot, token, C, SPACE, V), writes, columns, V).to(tl.float32)
-            tc, tf = _u(log_decay, places, token - 1, OPERAND)
+            tc, tf = u_after(log_decay, places, token - 1, OPERAND)
             of_weight += moved(tl.sum(solution * residual, 1), slot, e)
             of_end += residual
             of_value += solution * tl.exp2(tl.where(writes, (mc - tc) + (mf - tf), 0.0))[:, None]
@@ -777,12 +777,12 @@ def _gradients(
         unit = units(top + program * TILE, places, e, here, W)
     else:
         unit = tl.where((e[None, :] >= e[:, None]) & (e[None, :] < e[:, None] + W), 1.0, 0.0)
-    rc, rf = _u(log_decay, places, e - LAG, OPERAND)
-    tc, tf = _u(log_decay, places, e - 1, OPERAND)
-    uc, uf = _u(log_decay, places, e, OPERAND)
+    rc, rf = u_after(log_decay, places, e - LAG, OPERAND)
+    tc, tf = u_after(log_decay, places, e - 1, OPERAND)
+    uc, uf = u_after(log_decay, places, e, OPERAND)
     of_weight *= tl.exp2((uc - tc) + (uf - tf)) / (_not_zero(eta) * _not_zero(eta))
-    df *= _pairwise(mc[None, :], mf[None, :], mc[:, None], mf[:, None], ahead > -W)
-    dp *= _pairwise(rc[None, :], rf[None, :], mc[:, None], mf[:, None], ahead > LAG - W)
+    df *= between(mc[None, :], mf[None, :], mc[:, None], mf[:, None], ahead > -W)
+    dp *= between(rc[None, :], rf[None, :], mc[:, None], mf[:, None], ahead > LAG - W)
     at_end = tl.exp2(end_c + end_f)
     x_at, there = _chunk_pairs(k, previous, tail_x, sequence, low, count, start, head, heads, K, W, SHIFT, CARRIED)
     q_at = token_rows(q, low + start, e, head, heads, K)
