@@ -8,7 +8,7 @@ operands of 2 and 4 bytes: few tokens, a mask, packed documents, and, where falc
 kernels of one token and those around the recurrence, in steps, in a model's training step and in its generation. Every
 tensor is an allocation of its own, so that an access past its end is seen. Flags of a state are changed in words of 4
 bytes, which allocations on a GPU are rounded up to: steps have them in whole words, and a model rows by the four.
-Exits with 1 where anything is wrong. `--only` takes what has all the words.
+Exits with 1 where anything is wrong. `--only` takes what has all the words, and writes to a file of their names.
 """
 
 import argparse
@@ -145,7 +145,7 @@ def main() -> int:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         gpus = itertools.cycle(range(torch.cuda.device_count()))
         rows = list(pool.map(checked, chosen, gpus, itertools.repeat(deadline)))
-    report("memcheck", "errors that compute-sanitizer's memcheck found", rows)
+    report("_".join(["memcheck", *arguments.only]), "errors that compute-sanitizer's memcheck found", rows)
     wrong = [row for row in rows if row["errors"]]
     for row in wrong:
         print(f"WRONG {row['work']}: {row['note']}")
