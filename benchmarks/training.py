@@ -3,13 +3,15 @@
     python benchmarks/training.py --name training
     python benchmarks/training.py --models falcon_1a llama --shapes 32x1024 --compile no --name training_1024
     python benchmarks/training.py --models falcon_1a --shapes 32x1024 --gpus 2 --name training_two
+    python benchmarks/training.py --models falcon_1 falcon_2 --compile yes --together 2 --name training_compiled
     python benchmarks/training.py --tiny                 # small models on the CPU: does it run
 
-Every measurement is a process of its own; one that fails or takes too long leaves its reason in the table. All make the
-same step: float32 weights under bfloat16 autocast, next-token loss, backward, gradients clipped at 1, fused AdamW. The
-loss is `plain` (from the logits of all tokens, as each model does by default) or `fused` (without them: Liger Kernel's
-for ours and Llama, FLA's own for DeltaNet). DeltaNet is that of the package flash-linear-attention; Llama has SDPA. A
-shape is rows of so many tokens, on each GPU.
+Every measurement is a process of its own; one that fails or takes too long leaves its reason in the table. With
+`--together` so many compile and warm up side by side, for which there must be memory, and are then timed one after
+another. All make the same step: float32 weights under bfloat16 autocast, next-token loss, backward, gradients clipped
+at 1, fused AdamW. The loss is `plain` (from the logits of all tokens, as each model does by default) or `fused`
+(without them: Liger Kernel's for ours and Llama, FLA's own for DeltaNet). DeltaNet is that of the package
+flash-linear-attention; Llama has SDPA. A shape is rows of so many tokens, on each GPU.
 """
 
 import argparse
@@ -113,6 +115,10 @@ def worker(model: str, shape: str, compiled: bool, loss: str, gpus: int, tiny: b
     first = seconds(1)
     warm = [seconds(1) for _ in range(WARM_UP)]
     if on_gpu:
+        torch.cuda.empty_cache()  # others may need the memory meanwhile
+    wait_for_turn(Path(output))
+    seconds(1)
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     steps = 1 if tiny else max(3, round(1 / warm[-1]))
     times = [seconds(steps) for _ in range(REPEATS)]
@@ -133,6 +139,13 @@ def worker(model: str, shape: str, compiled: bool, loss: str, gpus: int, tiny: b
         gc.collect()
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+
+
+def wait_for_turn(output: Path) -> None:
+    """Says that this process is warm, and waits until it is told that nothing else runs."""
+    output.with_suffix(".ready").touch()
+    while not output.with_suffix(".go").exists():
+        time.sleep(0.05)
 
 
 def profile(step, on_gpu: bool) -> dict:
@@ -159,29 +172,46 @@ def profile(step, on_gpu: bool) -> dict:
     }
 
 
-def measure(configuration: dict, tiny: bool, limit: float) -> tuple[dict, dict | None]:
-    """What one configuration gives, or why it does not, and its profile."""
-    failed = dict.fromkeys(("parameters, M", "tokens/s", "ms a step", "spread", "peak GiB", "first step, s"))
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={configuration['gpus']}"]
+def measure(configurations: list[dict], tiny: bool, limit: float) -> list[tuple[dict, dict | None]]:
+    """What each configuration gives, or why it does not, and its profile. They warm up side by side."""
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "result.json"
-        work = json.dumps(configuration | {"tiny": tiny, "output": str(output)})
-        process = subprocess.Popen(
-            [sys.executable, *(launch if configuration["gpus"] > 1 else []), __file__, "--worker", work],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            _, errors = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
-            process.communicate()
-            return failed | {"failure": f"took more than {limit:.0f} s"}, None
-        if process.returncode or not output.exists():
-            return failed | {"failure": reason(errors)}, None
-        result = json.loads(output.read_text())
+        outputs = [Path(folder) / f"{place}.json" for place in range(len(configurations))]
+        processes = [
+            start(configuration | {"tiny": tiny, "output": str(output)})
+            for configuration, output in zip(configurations, outputs, strict=True)
+        ]
+        deadline = time.monotonic() + limit
+        for output, process in zip(outputs, processes, strict=True):
+            while process.poll() is None and not output.with_suffix(".ready").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+        for output, process in zip(outputs, processes, strict=True):
+            if process.poll() is None and not output.with_suffix(".ready").exists():
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+        return [outcome(output, process, limit) for output, process in zip(outputs, processes, strict=True)]
+
+
+def start(work: dict) -> subprocess.Popen:
+    """The process of one measurement, which leads a group of its own; what it says is in a file beside its output."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={work['gpus']}"]
+    command = [sys.executable, *(launch if work["gpus"] > 1 else []), __file__, "--worker", json.dumps(work)]
+    with Path(work["output"]).with_suffix(".log").open("w") as log:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True)
+
+
+def outcome(output: Path, process: subprocess.Popen, limit: float) -> tuple[dict, dict | None]:
+    """Gives one process its turn."""
+    failed = dict.fromkeys(("parameters, M", "tokens/s", "ms a step", "spread", "peak GiB", "first step, s"))
+    output.with_suffix(".go").touch()
+    try:
+        process.wait(limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode == -signal.SIGKILL:
+        return failed | {"failure": f"was killed, after {limit:.0f} s or for want of memory"}, None
+    if process.returncode or not output.exists():
+        return failed | {"failure": reason(output.with_suffix(".log").read_text())}, None
+    result = json.loads(output.read_text())
     return {name: result[name] for name in failed} | {"failure": ""}, result["profile"]
 
 
@@ -199,7 +229,8 @@ def main() -> None:
     parser.add_argument("--compile", nargs="*", default=["no", "yes"], choices=("no", "yes"))
     parser.add_argument("--loss", nargs="*", default=["plain", "fused"], choices=("plain", "fused"))
     parser.add_argument("--gpus", type=int, default=1, help="processes that train one model, each on its own rows")
-    parser.add_argument("--limit", type=float, default=180, help="seconds for one configuration")
+    parser.add_argument("--together", type=int, default=1, help="configurations that warm up side by side")
+    parser.add_argument("--limit", type=float, default=180, help="seconds to warm up, and again to be measured")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no configuration after so many")
     parser.add_argument("--tiny", action="store_true", help="two small layers on the CPU; writes nothing")
     parser.add_argument("--name", default="training", help="of the file in results/")
@@ -211,18 +242,22 @@ def main() -> None:
     shapes = ["2x64", "1x256"] if options.tiny else options.shapes
     rows: list[dict] = []
     profiles = {}
-    start = time.monotonic()
-    for shape, model, loss, compiled in itertools.product(shapes, options.models, options.loss, options.compile):
-        configuration = {"model": model, "shape": shape, "compiled": compiled == "yes", "loss": loss}
-        configuration |= {"gpus": options.gpus}
-        if time.monotonic() - start > 60 * options.minutes:
-            print(f"not begun for lack of time: {configuration}")
-            continue
-        result, kernels = measure(configuration, options.tiny, options.limit)
-        rows.append(configuration | result)
-        if kernels is not None:
-            profiles[f"{model} {shape} {loss}{' compiled' if compiled == 'yes' else ''}"] = kernels
-        print(json.dumps(rows[-1]), flush=True)
+    begun = time.monotonic()
+    waiting = [
+        {"model": model, "shape": shape, "compiled": compiled == "yes", "loss": loss, "gpus": options.gpus}
+        for shape, model, loss, compiled in itertools.product(shapes, options.models, options.loss, options.compile)
+    ]
+    while waiting:
+        if time.monotonic() - begun > 60 * options.minutes:
+            print("not begun for lack of time:", *waiting, sep="\n")
+            break
+        group, waiting = waiting[: options.together], waiting[options.together :]
+        for done, (result, kernels) in zip(group, measure(group, options.tiny, options.limit), strict=True):
+            rows.append(done | result)
+            if kernels is not None:
+                compiled = " compiled" if done["compiled"] else ""
+                profiles[f"{done['model']} {done['shape']} {done['loss']}{compiled}"] = kernels
+            print(json.dumps(rows[-1]), flush=True)
     if options.tiny:
         print(json.dumps(profiles, indent=1))
     else:
