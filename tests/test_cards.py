@@ -353,3 +353,21 @@ def test_recipes_readme_has_the_scores_of_a_known_model():
     said = ", ".join(f"{name} {100 * tasks[task]['acc_norm']:.1f} % (acc_norm)" for task, name in names.items())
     errors = [f"{100 * tasks[task]['acc_norm_stderr']:.1f}" for task in names]
     assert f"{said}, with standard errors of {errors[0]}, {errors[1]} and {errors[2]}" in readme
+
+
+def test_recipes_readme_has_what_models_keep(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from recall import table
+    from side_by_side import read_results
+
+    readme = (ROOT / "examples" / "README.md").read_text()
+    runs = read_results(RESULTS / "recall_tiny")
+    assert len(runs) == 12
+    assert table(runs) in readme
+    falcon = [run["evaluation"]["by_count"]["8"] for run in runs if run["model"] == "falcon-1.3"]
+    assert min(min(found["kept"], found["rebound"]) for found in falcon) > 0.985
+    for run in read_results(RESULTS / "recall_tiny_longer"):
+        assert run["seed"] == 0
+        for count in ("16", "64"):
+            found = run["evaluation"]["by_count"][count]
+            assert " / ".join(f"{100 * found[kind]:.1f}" for kind in ("kept", "rebound", "stale")) in readme
