@@ -26,6 +26,13 @@ def median_seconds(run: Callable[[], object], repeats: int = 7) -> float:
     return statistics.median(times)
 
 
+def wait_for_turn(output: Path) -> None:
+    """Says beside `output` that this process is warm, and waits until it is told there that nothing else runs."""
+    output.with_suffix(".ready").touch()
+    while not output.with_suffix(".go").exists():
+        time.sleep(0.05)
+
+
 def environment() -> dict[str, object]:
     """Versions, processor and date of a measurement."""
     import transformers

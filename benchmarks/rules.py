@@ -17,14 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from report import RESULTS, report
+from report import RESULTS, report, wait_for_turn
 
 
 class Shape(NamedTuple):
@@ -74,7 +73,7 @@ WORK = {
 
 def compile_variants_side_by_side() -> None:
     """Has Triton's autotuner compile all variants of a kernel at once before it times them one after another."""
-    import triton
+    from falcon_kernels.launcher import compiling
     from triton.runtime.autotuner import Autotuner
 
     bench = Autotuner._bench
@@ -82,7 +81,7 @@ def compile_variants_side_by_side() -> None:
     def compile_then_bench(self, *args, config, **options):
         if getattr(self, "compiled_for", None) is not self.nargs:
             self.compiled_for = self.nargs
-            with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            with compiling():
                 for variant in self.prune_configs(options):
                     self.fn.run(*args, **options | {"warmup": True} | variant.all_kwargs())
         return bench(self, *args, config=config, **options)
@@ -192,16 +191,14 @@ def worker(work: str, shape_name: str, folder: Path) -> None:
     for _ in range(3):
         both()
     torch.cuda.synchronize()
-    name = f"{work}@{shape_name}"
-    (folder / f"{name}.ready").touch()
-    while not (folder / f"{name}.go").exists():
-        time.sleep(0.05)
+    output = folder / f"{work}@{shape_name}.json"
+    wait_for_turn(output)
     result = {"first call, s": first}
     for what, run in (("forward", forward), ("both", both)):
         result[f"{what}, ms"], result[f"{what}, MiB"] = as_called(run)
         kernels = kernel_milliseconds(run)
         result[f"{what}, GPU ms"], result[f"{what}, kernels"] = sum(kernels.values()), kernels
-    (folder / f"{name}.json").write_text(json.dumps(result))
+    output.write_text(json.dumps(result))
 
 
 # What a kernel reads and writes at least, forward and backward: tensors [B, T, H, K] and a memory [K, V] for each

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from report import report
+from report import report, wait_for_turn
 
 MODELS = ("falcon_1", "falcon_2", "falcon_3", "falcon_1a", "falcon_2a", "falcon_3a", "fla_deltanet", "llama")
 SHAPES = ("32x1024", "4x8192", "1x65536")
@@ -141,13 +141,6 @@ def worker(model: str, shape: str, compiled: bool, loss: str, gpus: int, tiny: b
         torch.distributed.destroy_process_group()
 
 
-def wait_for_turn(output: Path) -> None:
-    """Says that this process is warm, and waits until it is told that nothing else runs."""
-    output.with_suffix(".ready").touch()
-    while not output.with_suffix(".go").exists():
-        time.sleep(0.05)
-
-
 def profile(step, on_gpu: bool) -> dict:
     """Of one step: time on the GPU, or in operators of the CPU, in all, and that of the longest kernels."""
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
@@ -182,10 +175,10 @@ def measure(configurations: list[dict], tiny: bool, limit: float) -> list[tuple[
         ]
         deadline = time.monotonic() + limit
         for output, process in zip(outputs, processes, strict=True):
-            while process.poll() is None and not output.with_suffix(".ready").exists() and time.monotonic() < deadline:
+            ready = output.with_suffix(".ready")
+            while process.poll() is None and not ready.exists() and time.monotonic() < deadline:
                 time.sleep(0.05)
-        for output, process in zip(outputs, processes, strict=True):
-            if process.poll() is None and not output.with_suffix(".ready").exists():
+            if process.poll() is None and not ready.exists():
                 os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
         return [outcome(output, process, limit) for output, process in zip(outputs, processes, strict=True)]
 
